@@ -1,0 +1,28 @@
+"""The lab's problem as data: cases, seeded inputs, hidden twins, baselines by device."""
+
+from .baseline import Baseline, load_baselines, load_provenance
+from .definitions import (
+    CHUNK,
+    GATES,
+    HEAD_DIM,
+    SEED,
+    Case,
+    hidden_cases,
+    load_cases,
+)
+from .inputs import Inputs, make_inputs
+
+__all__ = [
+    "CHUNK",
+    "GATES",
+    "HEAD_DIM",
+    "SEED",
+    "Baseline",
+    "Case",
+    "Inputs",
+    "hidden_cases",
+    "load_baselines",
+    "load_cases",
+    "load_provenance",
+    "make_inputs",
+]
