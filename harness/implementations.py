@@ -1,0 +1,216 @@
+"""The implementations that can be timed, by name: this package's, its ladder's, the peers'.
+
+A name is one of names(), or "package.module:ATTRIBUTE" for an Implementation of one's own.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .problem import Problem
+
+CORE = "core"
+FULL = "full"
+SCOPES = (CORE, FULL)
+BACKENDS = ("auto", "cuda", "torch")
+OURS = "gdn_prefill"
+# Fresh output tensors on every call, as a caller gets by default.
+OURS_FRESH = "gdn_prefill_fresh"
+LADDER = "gdn_ladder"
+ALIASES = {"ours": OURS}
+PEERS = ("flash_qla", "fla", "flashinfer")
+
+Call = Callable[[], tuple[Tensor, Tensor]]
+
+
+@runtime_checkable
+class Implementation(Protocol):
+    """Something that computes the operator.
+
+    name, version and backend end up in the recorded rows; scopes lists what bind() accepts.
+    """
+
+    name: str
+    version: str
+    scopes: tuple[str, ...]
+    backend: str
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run here (package missing, no GPU), in words; None if it can."""
+
+    def bind(self, problem: Problem, scope: str) -> Call:
+        """Everything that happens outside the timed region; the returned call is what is timed.
+
+        It takes no arguments and gives (output [B, T, Hv, 128], final state [B, Hv, 128, 128]).
+        """
+
+
+@dataclass(frozen=True)
+class Ours:
+    """This package: core is the forward kernel alone, full prepares the gate and A as well."""
+
+    name: str = OURS
+    reuse_outputs: bool = True
+    backend: str = "auto"
+    scopes: tuple[str, ...] = SCOPES
+
+    @property
+    def version(self) -> str:
+        from gdn_prefill import __version__
+
+        return __version__
+
+    def unavailable(self) -> str | None:
+        if importlib.util.find_spec("gdn_prefill") is None:
+            return "the package gdn_prefill is not importable (pip install -e . or PYTHONPATH)"
+        if self.backend == "cuda" and not torch.cuda.is_available():
+            return "backend 'cuda' needs a GPU, and torch sees none"
+        return None
+
+    def bind(self, problem: Problem, scope: str) -> Call:
+        from gdn_prefill import gdn_prefill_forward, prepare
+
+        inputs = problem.inputs
+        options = {"backend": self.backend, "reuse_outputs": self.reuse_outputs}
+
+        def core() -> tuple[Tensor, Tensor]:
+            return gdn_prefill_forward(
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                problem.g_cumsum,
+                inputs.beta,
+                problem.A,
+                inputs.initial_state,
+                **options,
+            )
+
+        def full() -> tuple[Tensor, Tensor]:
+            g_cumsum, A = prepare(inputs.k, inputs.g, inputs.beta, backend=self.backend)
+            return gdn_prefill_forward(
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                g_cumsum,
+                inputs.beta,
+                A,
+                inputs.initial_state,
+                **options,
+            )
+
+        return {CORE: core, FULL: full}[check_scope(self, scope)]
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """A version of the kernel's history; core only."""
+
+    version: str
+    name: str = LADDER
+    backend: str = "cuda"
+    scopes: tuple[str, ...] = (CORE,)
+
+    def unavailable(self) -> str | None:
+        if importlib.util.find_spec("gdn_ladder") is None:
+            return "the package gdn_ladder is not importable (pip install -e . or PYTHONPATH)"
+        if not torch.cuda.is_available():
+            return "the ladder's kernels need a GPU, and torch sees none"
+        return None
+
+    def bind(self, problem: Problem, scope: str) -> Call:
+        from gdn_ladder import forward
+
+        check_scope(self, scope)
+        inputs = problem.inputs
+
+        def core() -> tuple[Tensor, Tensor]:
+            return forward(
+                self.version,
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                problem.g_cumsum,
+                inputs.beta,
+                problem.A,
+                inputs.initial_state,
+            )
+
+        return core
+
+
+def check_scope(implementation: Implementation, scope: str) -> str:
+    """Returns `scope`, or raises ValueError if the implementation has no such scope."""
+    if scope not in implementation.scopes:
+        raise ValueError(
+            f"scope is {scope!r}, {implementation.name} has {', '.join(implementation.scopes)}"
+        )
+    return scope
+
+
+def ladder_versions() -> tuple[str, ...]:
+    """The ladder's runnable versions, in their order."""
+    from gdn_ladder.versions import VERSIONS
+
+    return tuple(version.name for version in VERSIONS)
+
+
+def peers() -> tuple[Implementation, ...]:
+    """Every peer's implementations, its default one first; available here or not."""
+    found: list[Implementation] = []
+    for name in PEERS:
+        found.extend(importlib.import_module(f"reference.peers.{name}").IMPLEMENTATIONS)
+    return tuple(found)
+
+
+def names() -> tuple[str, ...]:
+    """The names get() takes, aliases left out."""
+    return (OURS, OURS_FRESH, *(peer.name for peer in peers()))
+
+
+def get(name: str, backend: str = "auto", version: str | None = None) -> Implementation:
+    """Finds an implementation.
+
+    `backend` chooses among this package's backends; `version` asks for that version of the ladder
+    in its place. Raises ValueError naming what is allowed.
+    """
+    name = ALIASES.get(name, name)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, must be one of {', '.join(BACKENDS)}")
+    if version is not None:
+        return _ladder(name, version)
+    if name in (OURS, OURS_FRESH):
+        return replace(Ours(), name=name, reuse_outputs=name == OURS, backend=backend)
+    if ":" in name:
+        return _imported(name)
+    for peer in peers():
+        if peer.name == name:
+            return peer
+    raise ValueError(
+        f"implementation is {name!r}, must be one of {', '.join(names())}, 'package.module:NAME'"
+        " or the path of a submission file"
+    )
+
+
+def _ladder(name: str, version: str) -> Implementation:
+    if name not in (OURS, LADDER):
+        raise ValueError(f"version {version!r} is of this package's ladder, not of {name}")
+    known = ladder_versions()
+    if version not in known:
+        raise ValueError(f"version is {version!r}, must be one of {', '.join(known)}")
+    return Ladder(version)
+
+
+def _imported(name: str) -> Implementation:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"implementation {name!r} cannot be imported: {error}") from None
+    if not isinstance(found, Implementation):
+        raise ValueError(f"{name!r} is a {type(found).__name__}, not an Implementation")
+    return found
