@@ -1,0 +1,23 @@
+"""The ladder: every version of the forward kernel on the way to the shipped one, each runnable.
+
+    from gdn_ladder import available_versions, forward
+    output, final_state = forward("v2b", q, k, v, g_cumsum, beta, A, initial_state)
+
+versions.py is the table of ideas and what became of them, families.py names the kernels behind it.
+"""
+
+from .families import Call, Family, LadderShape
+from .launch import NotBuiltError, available_versions, forward, get_version
+from .versions import VERSIONS, Version
+
+__all__ = [
+    "VERSIONS",
+    "Call",
+    "Family",
+    "LadderShape",
+    "NotBuiltError",
+    "Version",
+    "available_versions",
+    "forward",
+    "get_version",
+]
