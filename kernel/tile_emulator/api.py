@@ -1,0 +1,75 @@
+"""emulate(): run a TileLang kernel on CPU tensors and judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from .cta import Options
+from .errors import KernelFault
+from .program import Program
+from .report import Report, parse_checks
+from .scheduler import Schedule
+
+ALL_CHECKS = "race,deadlock,bounds,init"
+NO_THREAD_SYNC = "tl.disable_thread_storage_sync"
+
+
+def emulate(
+    prim_func,
+    *tensors,
+    schedule: str = "roundrobin",
+    check: str | None = ALL_CHECKS,
+    raise_on_issue: bool = True,
+    pass_configs: Mapping | None = None,
+    auto_fence: bool = True,
+    auto_sync: bool | None = None,
+    blocks: Callable[[tuple[int, ...]], bool] | None = None,
+    role_names: dict[str, tuple[int, int]] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    workers: int = 1,
+) -> Report:
+    """Run a TileLang PrimFunc (before lowering), or a Program, on numpy or torch CPU tensors; outputs are written in place.
+
+    tensors: one per parameter, scalars as python numbers.  schedule: see scheduler.HELP.
+    check: groups of findings, joined by commas; None runs without the detector (bounds are still enforced).
+    raise_on_issue: raise the typed error of the first kind found (DeadlockError and UnsupportedOperation always are).
+    pass_configs: those the kernel is compiled with; with TL_DISABLE_THREAD_STORAGE_SYNC missing syncs between the
+    threads of one role are looked for.  auto_sync overrides that; auto_fence=False takes TileLang's InjectFenceProxy away.
+    blocks(block index) -> bool picks CTAs.  progress(done, total) is called after each CTA.
+    workers: processes the CTAs are spread over.
+    Raises KernelFault (its .report holds everything found), UnsupportedOperation, TypeError / ValueError for arguments.
+    """
+    program = prim_func if isinstance(prim_func, Program) else Program(prim_func, role_names=role_names)
+    if auto_sync is None:
+        auto_sync = not disables_thread_sync(pass_configs or {})
+    options = Options(parse_checks(check) | {"bounds", "deadlock"}, auto_fence, auto_sync)
+    Schedule(schedule, program.roles)
+    launch = program.bind(tensors)
+    if "race" in options.checks:
+        program.track_outputs(launch)
+    numbers = [n for n, block in enumerate(launch.blocks) if blocks is None or blocks(block)]
+    report = Report(schedule=schedule, roles=program.roles)
+    if workers > 1 and len(numbers) > 1:
+        from .pool import run_in_pool
+
+        run_in_pool(program, launch, numbers, schedule, options, report, progress, workers)
+    else:
+        done = (lambda _: progress(report.ctas, len(numbers))) if progress else None
+        program.run_blocks(launch, numbers, schedule, options, report, done)
+    program.write_back(launch)
+    report.written = program.coverage(launch)
+    error = report.error()
+    if error and raise_on_issue:
+        raise error
+    return report
+
+
+def disables_thread_sync(pass_configs: Mapping) -> bool:
+    """Is TileLang's ThreadSync switched off in these pass configs (keys: PassConfigKey or strings)?"""
+    for key, value in pass_configs.items():
+        if str(getattr(key, "value", key)).lower() == NO_THREAD_SYNC and value:
+            return True
+    return False
+
+
+__all__ = ["ALL_CHECKS", "KernelFault", "emulate"]

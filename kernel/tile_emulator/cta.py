@@ -1,0 +1,116 @@
+"""One CTA: its roles, barriers and in-flight loads, run to the end under a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .barriers import Barrier
+from .detector import Detector
+from .errors import DeadlockError
+from .report import KINDS, Issue, Report
+from .role import Role
+from .scheduler import Schedule
+
+
+@dataclass(frozen=True)
+class Options:
+    """checks: groups of the check= option.
+
+    auto_fence models TileLang's InjectFenceProxy, auto_sync its ThreadSync.
+    """
+
+    checks: frozenset[str]
+    auto_fence: bool = True
+    auto_sync: bool = True
+
+    @property
+    def tracking(self) -> bool:
+        return bool(self.checks & {"race", "init"})
+
+
+class Cta:
+    """Run-time state shared by the roles of one thread block."""
+
+    def __init__(self, number: int, block: tuple[int, ...], report: Report, options: Options, trace=None):
+        self.number, self.block, self.report, self.options = number, block, report, options
+        self.detector = Detector(self.issue, "race" in options.checks, "init" in options.checks, options.auto_sync)
+        self.barriers: dict[int, list[Barrier]] = {}
+        self.named: dict[int, Barrier] = {}
+        self.in_flight: list[Callable] = []
+        self.trace = trace
+        self.roles: list[Role] = []
+
+    def issue(self, role: Role | None, kind: str, text: str, *key, buffer: str = "") -> None:
+        if KINDS[kind][0] in self.options.checks:
+            name, where = (role.name, role.where()) if role else ("-", "end")
+            self.report.add(Issue(kind, self.block, name, where, text, buffer), key or (text,))
+
+    def make_barriers(self, specs: dict[int, tuple[str, Sequence[int]]]) -> None:
+        for key, (name, counts) in specs.items():
+            self.barriers[key] = [Barrier(f"{name}[{i}]", n, self.issue) for i, n in enumerate(counts)]
+
+    def named_barrier(self, ident: int, count: int, role: Role) -> Barrier:
+        barrier = self.named.get(ident)
+        if barrier is None:
+            barrier = self.named[ident] = Barrier(f"named barrier {ident}", count, self.issue)
+        if barrier.count != count:
+            if not barrier.half_used:
+                barrier.count = barrier.pending = count
+            else:
+                text = f"{barrier.name} is in use with {barrier.count} threads and is now used with {count}"
+                self.issue(role, "barrier", text, ident)
+        return barrier
+
+    def all_barriers(self) -> Iterator[Barrier]:
+        for group in self.barriers.values():
+            yield from group
+        yield from self.named.values()
+
+    def run(self, programs: Sequence[Iterator], schedule: Schedule) -> None:
+        """Raises DeadlockError when nothing can go on."""
+        roles = self.roles
+        live = list(range(len(roles)))
+        engine = len(roles)
+        while live:
+            runnable = [k for k in live if roles[k].wait is None or not roles[k].wait.blocked]
+            if self.in_flight:
+                runnable.append(engine)
+            if not runnable:
+                self.report.ctas += 1
+                raise DeadlockError(self.deadlock([roles[k] for k in live]), self.report)
+            unit = schedule.next_unit(runnable)
+            self.report.steps += 1
+            if unit == engine:
+                self.in_flight.pop(schedule.next_load(len(self.in_flight)))()
+                continue
+            try:
+                next(programs[unit])
+            except StopIteration:
+                live.remove(unit)
+        self.finish(roles)
+
+    def finish(self, roles: Sequence[Role]) -> None:
+        while self.in_flight:
+            self.in_flight.pop(0)()
+        for role in roles:
+            if role.groups:
+                self.issue(role, "wgmma", f"ends with {len(role.groups)} outstanding wgmma", "end")
+            if role.stores:
+                role.wait_stores(0)
+        for barrier in self.all_barriers():
+            if barrier.half_used:
+                self.issue(None, "barrier", f"left half used at the end: {barrier}", barrier.name)
+        self.report.ctas += 1
+
+    def deadlock(self, blocked: Sequence[Role]) -> str:
+        lines = [f"CTA {self.block}: deadlock, {len(blocked)} role(s) blocked:"]
+        for role in blocked:
+            wait = role.wait
+            what = f"parity {wait.parity}" if wait.parity is not None else f"the end of phase {wait.phase}"
+            missing = wait.barrier.pending
+            lines.append(f"  {role.name} at {role.where()} waits for {what} of {wait.barrier}; {missing} missing")
+        text = "\n".join(lines)
+        first = blocked[0]
+        self.report.add(Issue("deadlock", self.block, first.name, first.where(), text), ("deadlock",))
+        return text

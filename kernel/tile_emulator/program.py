@@ -1,0 +1,173 @@
+"""A compiled kernel: bind tensors, run CTAs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .cta import Cta, Options
+from .errors import EmulatorError, UnsupportedOperation
+from .memory import BufferSpec, Local, Tile
+from .report import Report
+from .role import Role
+from .scheduler import Schedule
+from .statements import Compiler, Edit, find_roles
+from .tensors import check_tensor, shared_array, working_copy, write_back
+from .tir import kind, unwrap, visit
+
+
+@dataclass
+class Launch:
+    """Tensors bound to a program: variables hold symbolic sizes and scalar parameters, blocks every CTA's index."""
+
+    variables: dict[int, object]
+    tensors: dict[int, Tile]
+    blocks: list[tuple[int, ...]]
+    written: list[tuple[object, Tile]]
+
+
+class Program:
+    """A PrimFunc compiled to closures.  role_names: names for thread ranges, e.g. {"state": (0, 128)}."""
+
+    def __init__(self, prim_func, edit: Edit | None = None, role_names: dict[str, tuple[int, int]] | None = None):
+        self.func = unwrap(prim_func)
+        self.compiler = Compiler(edit)
+        self.params = []
+        for param in self.func.params:
+            buffer = self.func.buffer_map[param] if param in self.func.buffer_map else None
+            self.params.append((param, buffer))
+            if buffer is not None:
+                spec = BufferSpec(hash(buffer.data), str(buffer.name), (), str(buffer.dtype), "global")
+                self.compiler.scope.buffers[spec.key] = spec
+        self.outputs = written_buffers(self.func)
+        self.body = self.compiler.statement(self.func.body)
+        self.groups = find_roles(self.compiler)
+        self.roles = tuple(self.role_name(threads, role_names or {}) for threads in self.groups)
+
+    @staticmethod
+    def role_name(threads: np.ndarray, names: dict[str, tuple[int, int]]) -> str:
+        first, last = int(threads[0]), int(threads[-1]) + 1
+        for name, (a, z) in names.items():
+            if (a, z) == (first, last):
+                return name
+        return f"tx[{first},{last})"
+
+    # ---- binding ----
+    def bind(self, tensors: Sequence) -> Launch:
+        """Check the arguments against the signature.
+
+        Raises TypeError / ValueError naming the argument, its value and what the kernel takes.
+        """
+        if len(tensors) != len(self.params):
+            names = ", ".join(str(b.name if b is not None else p.name) for p, b in self.params)
+            raise TypeError(f"{len(tensors)} arguments; the kernel takes {len(self.params)}: {names}")
+        variables: dict[int, object] = {}
+        bound: list[tuple[object, Tile, object]] = []
+        for (param, buffer), tensor in zip(self.params, tensors, strict=True):
+            if buffer is None:
+                variables[hash(param)] = tensor
+                continue
+            name, dtype = str(buffer.name), str(buffer.dtype)
+            check_tensor(name, tensor, dtype)
+            if len(tensor.shape) != len(buffer.shape):
+                raise ValueError(f"{name}: shape {tuple(tensor.shape)}; the kernel takes {len(buffer.shape)} dimensions")
+            for size, n in zip(buffer.shape, tensor.shape, strict=True):
+                if kind(size) in ("Var", "SizeVar") and variables.setdefault(hash(size), int(n)) != n:
+                    raise ValueError(f"{name}: {size} is {variables[hash(size)]} in another tensor, {n} here")
+            bound.append((tensor, Tile(name, working_copy(tensor, dtype), dtype, "global"), buffer))
+        host = Role(None, "host", np.arange(1), variables, {})
+        for tensor, tile, buffer in bound:
+            want = tuple(int(self.compiler.expression(size)(host)) for size in buffer.shape)
+            if tuple(tensor.shape) != want:
+                raise ValueError(f"{tile.name}: shape {tuple(tensor.shape)}; the kernel takes {want}")
+        tiles = {hash(buffer.data): tile for _, tile, buffer in bound}
+        sizes = [range(int(extent(host))) for _, extent in self.compiler.grid]
+        written = [(tensor, tile) for tensor, tile, buffer in bound if hash(buffer.data) in self.outputs]
+        return Launch(variables, tiles, list(itertools.product(*sizes)), written)
+
+    def track_outputs(self, launch: Launch) -> None:
+        for _, tile in launch.written:
+            tile.owner = shared_array(tile.arr.shape, np.int32)
+
+    # ---- running ----
+    def run_blocks(
+        self,
+        launch: Launch,
+        numbers: Iterable[int],
+        schedule: str,
+        options: Options,
+        report: Report,
+        progress: Callable[[int], None] | None = None,
+        trace_of: Callable[[], object] | None = None,
+    ) -> None:
+        """Run some CTAs, one after the other.  An EmulatorError that ends the run carries the report."""
+        track, init = options.tracking, "init" in options.checks
+        for number in numbers:
+            block = launch.blocks[number]
+            trace = trace_of() if trace_of else None
+            cta = Cta(number, block, report, options, trace)
+            shared = {spec.key: Tile.allocate(spec, track, False) for spec in self.compiler.shared}
+            cta.make_barriers(self.compiler.barriers)
+            variables = {**launch.variables, **{k: i for (k, _), i in zip(self.compiler.grid, block, strict=True)}}
+            for name, threads in zip(self.roles, self.groups, strict=True):
+                buffers = {**launch.tensors, **shared}
+                for spec in self.compiler.private:
+                    if spec.is_per_thread:
+                        buffers[spec.key] = Local(spec, len(threads), init)
+                    else:
+                        buffers[spec.key] = Tile.allocate(spec, False, init)
+                cta.roles.append(Role(cta, name, threads, dict(variables), buffers))
+            cta.roles[0].leader = True
+            programs = [self.body.run(role) if self.body.blocking else run_plain(self.body, role) for role in cta.roles]
+            try:
+                with np.errstate(all="ignore"):
+                    cta.run(programs, Schedule(schedule, self.roles, number))
+            except UnsupportedOperation as error:
+                error.report = report
+                raise
+            except EmulatorError as error:
+                error.report = report
+                raise
+            if progress:
+                progress(number)
+
+    def write_back(self, launch: Launch) -> None:
+        for tensor, tile in launch.written:
+            write_back(tensor, tile.arr)
+
+    def coverage(self, launch: Launch) -> dict[str, float]:
+        """Fraction of each output's elements that were written (only when tracked)."""
+        return {
+            tile.name: float(np.count_nonzero(tile.owner)) / max(tile.owner.size, 1)
+            for _, tile in launch.written
+            if tile.owner is not None
+        }
+
+
+def run_plain(step, role):
+    step.run(role)
+    yield from ()
+
+
+def written_buffers(func) -> set[int]:
+    """Keys of the buffers that the kernel stores to."""
+    keys: set[int] = set()
+
+    def look(node):
+        name = kind(node)
+        if name == "BufferStore":
+            keys.add(hash(node.buffer.data))
+        elif name == "Call":
+            for argument in node.args:
+                if kind(argument) == "Call" and str(getattr(argument.op, "name", "")).endswith("region"):
+                    if int(argument.args[1].value) & 2:
+                        keys.add(hash(argument.args[0].buffer.data))
+                elif kind(argument) == "Call" and str(getattr(argument.op, "name", "")).endswith("access_ptr"):
+                    if int(argument.args[2].value) & 2:
+                        keys.add(hash(argument.args[0].buffer.data))
+
+    visit(func.body, look)
+    return keys

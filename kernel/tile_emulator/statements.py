@@ -1,0 +1,474 @@
+"""Statements compiled to steps: control flow, binds, stores; tile operations come from the registry in operations.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .dtypes import NARROW, rounded
+from .errors import UnsupportedOperation
+from .expressions import Closure, Expressions
+from .indexing import Where
+from .lanes import is_array, uniform, with_elements
+from .memory import BufferSpec, Local, Tile
+from .operations import OPERATIONS, blocks_or_is_tile_operation, is_ignored
+from .role import WARP, Role
+from .scope import Scope
+from .statements_common import leave_to_leader
+from .steps import NOTHING, Step, repeat, sequence
+from .tir import PARALLEL, calls, int_of, kind, op_name, source_line
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Change one call of the kernel before it runs (mutation testing).
+
+    skip(op, line) -> True leaves the call out; parity(op, line) -> True flips the parity of a wait;
+    counts overrides arrival counts by barrier name.
+    """
+
+    skip: Callable[[str, str], bool] = lambda op, line: False
+    flip: Callable[[str, str], bool] = lambda op, line: False
+    counts: dict[str, Sequence[int]] = field(default_factory=dict)
+
+
+class Compiler:
+    """Compiles the body of a PrimFunc; afterwards its attributes describe the launch.
+
+    grid: [(blockIdx variable, extent closure)]; shared / private: allocations; barriers: key -> (name, counts);
+    splits: conditions on the thread number whose bodies block or hold tile operations.
+    """
+
+    def __init__(self, edit: Edit | None = None):
+        self.scope = Scope()
+        self.expressions = Expressions(self.scope)
+        self.edit = edit or Edit()
+        self.threads = 128
+        self.grid: list[tuple[int, Closure]] = []
+        self.shared: list[BufferSpec] = []
+        self.private: list[BufferSpec] = []
+        self.barriers: dict[int, tuple[str, list[int]]] = {}
+        self.splits: list[tuple[Closure, list]] = []
+        self.bound: list[tuple[int, Closure]] = []
+        self.line = "?:0"
+
+    def expression(self, e) -> Closure:
+        return self.expressions.compile(e)
+
+    # ---- statements ----
+    def statement(self, s) -> Step:
+        method = getattr(self, "compile_" + kind(s), None)
+        if method is None:
+            raise UnsupportedOperation(f"statement {kind(s)} at {source_line(s)}", where=source_line(s))
+        outer, line = self.line, source_line(s)
+        self.line = line if not line.startswith("?") else outer
+        try:
+            return method(s)
+        except UnsupportedOperation as error:
+            if error.where == "?":
+                raise UnsupportedOperation(f"{self.line}: {error.message}", where=self.line) from error
+            raise
+        finally:
+            self.line = outer
+
+    def compile_SeqStmt(self, s) -> Step:
+        return sequence([self.statement(x) for x in s.seq])
+
+    def compile_SBlockRealize(self, s) -> Step:
+        return self.compile_SBlock(s.block)
+
+    def compile_SBlock(self, block) -> Step:
+        annotations = dict(block.annotations) if block.annotations else {}
+        if "tl.launch_threads" in annotations:
+            x, *rest = (int_of(n) for n in annotations["tl.launch_threads"])
+            if any(n != 1 for n in rest):
+                raise UnsupportedOperation("a launch with more than one thread dimension")
+            self.threads = x
+        for variable, counts in dict(annotations.get("barrier_init", {})).items():
+            name = str(variable.name)
+            counts = self.edit.counts.get(name, [int_of(n) for n in counts])
+            self.barriers[hash(variable)] = (name, list(counts))
+        for buffer in block.alloc_buffers:
+            self.allocate(buffer)
+        return self.statement(block.body)
+
+    def allocate(self, buffer) -> None:
+        if str(buffer.scope()) == "shared.barrier":
+            return
+        shape = tuple(int_of(n) for n in buffer.shape)
+        spec = BufferSpec(hash(buffer.data), str(buffer.name), shape, str(buffer.dtype), str(buffer.scope()))
+        self.scope.buffers[spec.key] = spec
+        (self.shared if spec.is_shared else self.private).append(spec)
+
+    def compile_AttrStmt(self, s) -> Step:
+        return self.statement(s.body)
+
+    def compile_DeclBuffer(self, s) -> Step:
+        return self.statement(s.body) if getattr(s, "body", None) is not None else NOTHING
+
+    def compile_Bind(self, s) -> Step:
+        key, value = hash(s.var), self.expression(s.value)
+        if self.scope.in_nest(s.value):
+            self.scope.parallel[key] = None
+
+            def bind_element(role):
+                role.variables[key] = value(role)
+                if key not in role.nest:
+                    role.nest.append(key)
+
+            return Step(bind_element)
+        if self.scope.parallel or not self.scope.may_vary(s.value):
+            self.bound.append((key, value))
+
+            def bind(role):
+                role.variables[key] = value(role)
+
+            return Step(bind)
+        self.scope.varying.add(key)
+        self.bound.append((key, value))
+
+        def bind_thread(role):
+            x = value(role)
+            if is_array(x) and role.lanes is not None:
+                wide = np.zeros(role.width, x.dtype)
+                wide[role.lanes] = x
+                x = wide
+            role.variables[key] = x
+
+        return Step(bind_thread)
+
+    def compile_Evaluate(self, s) -> Step:
+        call = s.value
+        if kind(call) != "Call":
+            return NOTHING
+        name, line = op_name(call), self.line
+        if is_ignored(name) or self.edit.skip(name, line):
+            return NOTHING
+        if name not in OPERATIONS:
+            raise UnsupportedOperation(f"operation {call.op.name}: {call}")
+        step = OPERATIONS[name](self, call)
+        run = step.run
+        if step.blocking:
+
+            def generator(role):
+                role.line = line
+                yield from run(role)
+
+            return Step(generator, True)
+
+        def plain(role):
+            role.line = line
+            run(role)
+
+        return Step(plain)
+
+    # ---- loops ----
+    def compile_For(self, s) -> Step:
+        if s.thread_binding is not None:
+            tag = str(s.thread_binding.thread_tag)
+            if not tag.startswith("blockIdx"):
+                raise UnsupportedOperation(f"loop bound to {tag}")
+            self.grid.append((hash(s.loop_var), self.expression(s.extent)))
+            return self.statement(s.body)
+        if int(s.kind) == PARALLEL:
+            return self.parallel(s)
+        return self.serial(s)
+
+    def serial(self, s) -> Step:
+        key, name = hash(s.loop_var), str(s.loop_var.name)
+        start, extent = self.expression(s.min), self.expression(s.extent)
+        step = self.expression(s.step) if getattr(s, "step", None) is not None else (lambda role: 1)
+        if self.scope.may_vary(s.extent) or self.scope.may_vary(s.min):
+            self.scope.varying.add(key)
+        body = self.statement(s.body)
+
+        def values(role):
+            first = uniform(role, start(role), f"the start of loop {name}")
+            count = uniform(role, extent(role), f"the trip count of loop {name}")
+            stride = step(role)
+            outer = role.loops.get(name)
+            for i in range(count):
+                yield first + i * stride
+            if outer is None:
+                role.loops.pop(name, None)
+            else:
+                role.loops[name] = outer
+
+        def enter(role, value):
+            role.variables[key] = role.loops[name] = value
+
+        return repeat(values, enter, body)
+
+    def compile_While(self, s) -> Step:
+        condition, body = self.expression(s.condition), self.statement(s.body)
+
+        def values(role):
+            while uniform(role, condition(role), "the condition of a while loop"):
+                yield 0
+
+        return repeat(values, lambda role, value: None, body)
+
+    def parallel(self, s) -> Step:
+        if self.scope.parallel:
+            raise UnsupportedOperation("T.Parallel inside another one's body")
+        loops = []
+        while kind(s) == "For" and int(s.kind) == PARALLEL:
+            if int_of(s.min):
+                raise UnsupportedOperation("T.Parallel that does not start at 0")
+            loops.append((hash(s.loop_var), s.extent))
+            s = s.body
+        if any(kind(n) != "IntImm" for _, n in loops):
+            raise UnsupportedOperation("T.Parallel with a run-time extent")
+        extents = tuple(int_of(n) for _, n in loops)
+        self.scope.parallel = {key: (axis, extents[axis]) for axis, (key, _) in enumerate(loops)}
+        try:
+            body = self.statement(s)
+        finally:
+            self.scope.parallel = {}
+        if body.blocking:
+            raise UnsupportedOperation("a blocking operation inside T.Parallel")
+        rank = len(extents)
+        ranges = [
+            (key, np.arange(extents[axis]).reshape([-1 if a == axis else 1 for a in range(rank)]))
+            for axis, (key, _) in enumerate(loops)
+        ]
+        keys, run, line = [key for key, _ in loops], body.run, self.line
+
+        def nest(role):
+            role.line = line
+            role.variables.update(ranges)
+            role.extents, role.masked, role.nest = extents, False, list(keys)
+            run(role)
+            role.extents, role.nest = (), []
+            if role.cta.trace:
+                role.cta.trace.elementwise(role, extents)
+
+        return Step(nest)
+
+    # ---- conditionals ----
+    def compile_IfThenElse(self, s) -> Step:
+        condition = self.expression(s.condition)
+        if self.scope.parallel:
+            then, other = self.statement(s.then_case), self.optional(s.else_case)
+            return self.element_branch(condition, then, other)
+        on_thread = self.scope.on_thread(s.condition)
+        slot = len(self.splits)
+        self.scope.depth += on_thread
+        then, other = self.statement(s.then_case), self.optional(s.else_case)
+        self.scope.depth -= on_thread
+        bodies = [body for body in (s.then_case, s.else_case) if body is not None]
+        if on_thread and any(blocks_or_is_tile_operation(body) for body in bodies):
+            self.splits.insert(slot, (condition, bodies))
+        orders = any(op_name(call) in ("mbarrier_wait_parity", "fence_proxy_async", "tvm_storage_sync")
+                     for body in bodies for call in calls(body))  # fmt: skip
+        return self.thread_branch(condition, then, other, orders)
+
+    def optional(self, s) -> Step:
+        return NOTHING if s is None else self.statement(s)
+
+    @staticmethod
+    def element_branch(condition: Closure, then: Step, other: Step) -> Step:
+        def run(role):
+            p = condition(role)
+            if not is_array(p):
+                (then if p else other).run(role)
+                return
+            mask = np.broadcast_to(p, role.extents)
+            if mask.all():
+                then.run(role)
+            elif not mask.any():
+                other.run(role)
+            else:
+                with_elements(role, mask, then.run)
+                if other is not NOTHING:
+                    with_elements(role, ~mask, other.run)
+
+        return Step(run)
+
+    @staticmethod
+    def thread_branch(condition: Closure, then: Step, other: Step, orders: bool) -> Step:
+        """A conditional of thread-level code; where the threads differ both sides run in turn, each with its threads."""
+
+        def sides(role):
+            p = condition(role)
+            if not is_array(p):
+                yield (then if p else other), role.lanes
+                return
+            outer = role.lanes
+            for mask, side in ((p, then), (~p, other)):
+                if side is NOTHING or not mask.any():
+                    continue
+                if mask.all():
+                    yield side, outer
+                else:
+                    yield side, np.flatnonzero(mask) if outer is None else outer[mask]
+
+        def enter(role, lanes):
+            outer, role.lanes = role.lanes, lanes
+            subset = lanes is not outer and (orders or role.deferred)
+            return outer, role.enter_subset() if subset else None
+
+        def leave(role, outer, saved):
+            if saved is not None:
+                role.leave_subset(saved, role.lanes)
+            role.lanes = outer
+
+        if not (then.blocking or other.blocking):
+
+            def plain(role):
+                for side, lanes in sides(role):
+                    outer, saved = enter(role, lanes)
+                    side.run(role)
+                    leave(role, outer, saved)
+
+            return Step(plain)
+
+        def generator(role):
+            for side, lanes in sides(role):
+                outer, saved = enter(role, lanes)
+                if side.blocking:
+                    yield from side.run(role)
+                else:
+                    side.run(role)
+                leave(role, outer, saved)
+
+        return Step(generator, True)
+
+    # ---- stores ----
+    def compile_BufferStore(self, s) -> Step:
+        spec = self.expressions.spec_of(s.buffer)
+        index = self.expressions.index(s.buffer, s.indices)
+        value, line = self.expression(s.value), self.line
+        if spec.is_per_thread:
+            if self.scope.parallel:
+                raise UnsupportedOperation(f"a store to the per-thread {spec.name} inside T.Parallel")
+            return Step(local_store(spec, index, value, line))
+        return Step(tile_store(spec, index, value, line, common=self.scope.depth == 0))
+
+
+def local_store(spec: BufferSpec, index: Callable, value: Closure, line: str) -> Callable:
+    key, shape, dtype = spec.key, spec.shape, spec.dtype
+    single = int(np.prod(shape)) == 1
+
+    def run(role: Role):
+        role.line = line
+        local: Local = role.buffers[key]
+        x = rounded(value(role), dtype)
+        at = index(role, shape).key
+        per_thread = is_array(x) or any(is_array(i) for i in at)
+        if role.lanes is None and single and not per_thread and local.per_thread:
+            local.gather()
+        if not local.per_thread and (per_thread or role.lanes is not None):
+            local.spread()
+        if local.per_thread:
+            at = (np.arange(role.width) if role.lanes is None else role.lanes, *at)
+        local.arr[at] = x
+        if local.ready is not None:
+            local.ready[at] = True
+
+    return run
+
+
+def tile_store(spec: BufferSpec, index: Callable, value: Closure, line: str, common: bool) -> Callable:
+    key, dtype, narrow = spec.key, spec.dtype, spec.dtype in NARROW
+
+    def run(role: Role):
+        role.line = line
+        x = value(role)
+        tile: Tile = role.buffers[key]
+        at = index(role, tile.arr.shape)
+        thread_level = is_array(at.lanes)
+        if common and not thread_level and leave_to_leader(role, tile):
+            return
+        if narrow:
+            x = rounded(x, dtype)
+        if at.axes is not None:
+            x = from_nest(x, at.axes, role.extents)
+        elif thread_level and is_array(x):
+            check_collisions(role, tile, at, x)
+        elif is_array(x) and not role.extents:
+            x = one_value(role, tile, x)
+        partner = ("nest", role.extents) if role.extents else None
+        touch_write(role, tile, at, partner, common and not thread_level)
+        tile.arr[at.key] = x
+        tile.mark_ready(at.key)
+
+    return run
+
+
+def from_nest(x, axes: tuple[int, ...], extents: tuple[int, ...]):
+    """A value over the nest as an array over the index's slices; where elements collide the last one stays."""
+    if not is_array(x):
+        return x
+    rank = len(extents)
+    if len(axes) < rank:
+        x = np.broadcast_to(x, extents)[tuple(slice(None) if axis in axes else -1 for axis in range(rank))]
+        kept = sorted(axes)
+        axes = tuple(kept.index(axis) for axis in axes)
+    elif x.ndim < len(axes):
+        x = np.broadcast_to(x, extents)
+    return x if axes == tuple(range(len(axes))) else x.transpose(axes)
+
+
+def one_value(role: Role, tile: Tile, x: np.ndarray):
+    """Several threads store to one element: they must store the same value."""
+    if not (x == x.flat[0]).all() and not np.isnan(x).all():
+        role.cta.issue(role, "race", f"several threads store different values to one element of {tile.name}", tile.name)
+    return x.flat[-1]
+
+
+def check_collisions(role: Role, tile: Tile, at: Where, x: np.ndarray) -> None:
+    """Threads that store to the same element must store the same value."""
+    if "race" not in role.cta.options.checks:
+        return
+    flat = np.ravel_multi_index(at.key, tile.arr.shape)
+    unique, first = np.unique(flat, return_index=True)
+    if len(unique) == len(flat):
+        return
+    same = x[first][np.searchsorted(unique, flat)]
+    if not ((same == x) | (np.isnan(same) & np.isnan(x))).all():
+        role.cta.issue(role, "race", f"several threads store different values to one element of {tile.name}", tile.name)
+
+
+
+
+def touch_write(role: Role, tile: Tile, at: Where, partner, common: bool = False) -> None:
+    """Checks before an ordinary store to a tile."""
+    cta = role.cta
+    if tile.is_global:
+        cta.detector.global_write(role, tile, at.key, cta.number)
+    elif tile.scope.startswith("shared"):
+        stamp = cta.detector.stamp("common") if common and len(cta.roles) > 1 else None
+        cta.detector.write(role, tile, at.key, stamp=stamp, lanes=at.lanes, partner=partner)
+    elif role.busy:
+        cta.detector.fragment(role, tile, "write")
+
+
+def find_roles(compiler: Compiler) -> list[np.ndarray]:
+    """Threads grouped by the conditions on the thread number whose bodies block or hold tile operations.
+
+    Only conditions that do not cut through a warp make roles; others run with a part of their role's threads.
+    """
+    probe = Role(None, "probe", np.arange(compiler.threads), {}, {})
+    for key, value in compiler.bound:
+        try:
+            probe.variables[key] = value(probe)
+        except (KeyError, AttributeError, TypeError, UnsupportedOperation):
+            continue
+    columns = []
+    for condition, _ in compiler.splits:
+        try:
+            mask = condition(probe)
+        except (KeyError, AttributeError, TypeError, UnsupportedOperation):
+            continue
+        if is_array(mask) and len(mask) == compiler.threads:
+            warps = np.add.reduceat(mask.astype(int), np.arange(0, compiler.threads, WARP))
+            sizes = np.add.reduceat(np.ones(compiler.threads, int), np.arange(0, compiler.threads, WARP))
+            if ((warps == 0) | (warps == sizes)).all():
+                columns.append(mask)
+    groups: dict[tuple, list[int]] = {}
+    for thread in range(compiler.threads):
+        groups.setdefault(tuple(bool(mask[thread]) for mask in columns), []).append(thread)
+    return [np.array(threads) for threads in groups.values()]

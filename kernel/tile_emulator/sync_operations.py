@@ -1,0 +1,149 @@
+"""Synchronisation: mbarriers, named barriers, fences, waits for asynchronous engines."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .lanes import uniform
+from .registry import operation
+from .role import Role, Wait
+from .steps import Step
+from .tile_operations import compile_barrier
+
+
+@operation("mbarrier_wait_parity")
+def wait_parity(compiler, call) -> Step:
+    barrier_of, parity_of = compile_barrier(compiler, call.args[0]), compiler.expression(call.args[1])
+    flip = compiler.edit.flip("mbarrier_wait_parity", compiler.line)
+
+    def run(role: Role):
+        barrier, parity = barrier_of(role), int(uniform(role, parity_of(role), "a parity")) ^ flip
+        role.wait = Wait(barrier, parity=parity)
+        while barrier.blocks(parity):
+            yield
+        role.wait = None
+        barrier.observe(role)
+        if role.cta.trace:
+            role.cta.trace.waited(role, barrier)
+
+    return Step(run, True)
+
+
+def arrival(compiler, call, expects: bool) -> Step:
+    barrier_of = compile_barrier(compiler, call.args[0])
+    size = compiler.expression(call.args[1]) if expects else None
+
+    def run(role: Role):
+        barrier = barrier_of(role)
+        if size is not None:
+            barrier.expect(int(np.sum(np.broadcast_to(size(role), (role.active_count,)))))
+        if role.cta.trace:
+            role.cta.trace.arrived(role, barrier)
+        role.arrive(barrier)
+        yield
+
+    return Step(run, True)
+
+
+@operation("ptx_arrive_barrier")
+def arrive(compiler, call) -> Step:
+    return arrival(compiler, call, expects=False)
+
+
+@operation("ptx_arrive_barrier_expect_tx")
+def arrive_expect(compiler, call) -> Step:
+    return arrival(compiler, call, expects=True)
+
+
+@operation("mbarrier_expect_tx")
+def expect(compiler, call) -> Step:
+    barrier_of, size = compile_barrier(compiler, call.args[0]), compiler.expression(call.args[1])
+
+    def run(role: Role):
+        barrier_of(role).expect(int(np.sum(np.broadcast_to(size(role), (role.active_count,)))))
+
+    return Step(run)
+
+
+@operation("fence_proxy_async")
+def fence(compiler, call) -> Step:
+    return Step(lambda role: role.fence())
+
+
+@operation("sync_warp")
+def sync_warp(compiler, call) -> Step:
+    def run(role: Role):
+        if role.lanes is None:
+            role.sync_warp()
+
+    return Step(run)
+
+
+@operation("tvm_storage_sync")
+def sync_threads(compiler, call) -> Step:
+    """T.sync_threads: of the whole CTA, of a role (inside its branch), or of ``count`` threads on a named barrier."""
+    whole = len(call.args) < 3
+    inside_role = compiler.scope.depth > 0
+    if not whole:
+        ident, count = compiler.expression(call.args[1]), compiler.expression(call.args[2])
+    everyone = compiler.threads
+
+    def run(role: Role):
+        if whole and (inside_role or len(role.cta.roles) == 1):
+            role.sync_role()
+            return
+        number = 0 if whole else int(uniform(role, ident(role)))
+        threads = everyone if whole else int(uniform(role, count(role)))
+        barrier = role.cta.named_barrier(number, threads, role)
+        if whole:
+            barrier.incoming[0, 0] = role.cta.detector.now.get(0, 0)
+        role.wait = Wait(barrier, phase=barrier.phase)
+        if role.cta.trace:
+            role.cta.trace.arrived(role, barrier)
+        role.arrive(barrier)
+        while role.wait.blocked:
+            yield
+        role.wait = None
+        role.acquire(barrier.released)
+        role.sync_role()
+        if role.cta.trace:
+            role.cta.trace.waited(role, barrier)
+
+    return Step(run, True)
+
+
+@operation("named_barrier_arrive")
+def named_arrive(compiler, call) -> Step:
+    ident, count = compiler.expression(call.args[0]), compiler.expression(call.args[1])
+
+    def run(role: Role):
+        barrier = role.cta.named_barrier(int(uniform(role, ident(role))), int(uniform(role, count(role))), role)
+        if role.cta.trace:
+            role.cta.trace.arrived(role, barrier)
+        role.arrive(barrier)
+
+    return Step(run)
+
+
+@operation("wait_wgmma", "warpgroup_wait")
+def wait_wgmma(compiler, call) -> Step:
+    left = compiler.expression(call.args[0])
+
+    def run(role: Role):
+        role.wait_groups(int(left(role)))
+        if role.cta.trace:
+            role.cta.trace.wait_groups(role, int(left(role)))
+
+    return Step(run)
+
+
+@operation("tma_store_wait")
+def wait_store(compiler, call) -> Step:
+    left = compiler.expression(call.args[0])
+
+    def run(role: Role):
+        role.wait_stores(int(left(role)))
+        if role.cta.trace:
+            role.cta.trace.wait_stores(role, int(left(role)))
+
+    return Step(run)

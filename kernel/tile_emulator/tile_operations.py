@@ -1,0 +1,262 @@
+"""Tile operations: copies, TMA, fills, reductions, matrix products."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .dtypes import NARROW
+from .errors import UnsupportedOperation
+from .lanes import uniform
+from .regions import compile_region, deposit, fetch, once_per_place, place
+from .registry import operation
+from .role import Role
+from .statements_common import leave_to_leader
+from .steps import Step
+from .tir import int_of
+
+WARPGROUP = 128
+
+
+def annotations_of(call) -> dict:
+    return {str(key): value for key, value in dict(call.annotations or {}).items()}
+
+
+@operation("copy")
+def copy(compiler, call) -> Step:
+    """T.copy: synchronous.  Shared to global goes through the async proxy (TMA store and wait), all else does not."""
+    source, target = compile_region(compiler, call.args[0]), compile_region(compiler, call.args[1])
+    notes = annotations_of(call)
+    by_tma = source.is_shared and target.is_global and not int_of(notes.get("disable_tma", 0))
+    common = compiler.scope.depth == 0
+
+    def run(role: Role):
+        a, b = source(role), target(role)
+        if common and leave_to_leader(role, b.tile):
+            return
+        if by_tma:
+            role.before_async()
+        x = fetch(role, a, is_async=by_tma, partner=id(b.tile))
+        if role.cta.trace:
+            role.cta.trace.copy(role, a, b)
+        deposit(role, b, x, common, partner=id(a.tile))
+
+    return Step(run)
+
+
+@operation("transpose")
+def transpose(compiler, call) -> Step:
+    source, target = compile_region(compiler, call.args[0]), compile_region(compiler, call.args[1])
+    common = compiler.scope.depth == 0
+
+    def run(role: Role):
+        b = target(role)
+        if not (common and leave_to_leader(role, b.tile)):
+            x = fetch(role, source(role))
+            deposit(role, b, np.ascontiguousarray(x.squeeze().T), common)
+
+    return Step(run)
+
+
+@operation("tma_copy")
+def tma_copy(compiler, call) -> Step:
+    """A bulk copy by one elected thread.
+
+    With a barrier a load: expects the bytes and lands later, without an arrival.  Without one a store: reads its
+    source until tma_store_wait.
+    """
+    source, target = compile_region(compiler, call.args[0]), compile_region(compiler, call.args[1])
+    notes = annotations_of(call)
+    common = compiler.scope.depth == 0
+    leader_scope = int_of(notes["leader_scope_threads"]) if "leader_scope_threads" in notes else None
+    if notes.get("barrier") is None:
+
+        def issue(role: Role):
+            a, b = source(role), target(role)
+            if common and leave_to_leader(role, b.tile):
+                return
+            role.before_async()
+            stamp = role.cta.detector.stamp(role.name, "store")
+            x = fetch(role, a, is_async=True, stamp=stamp)
+            role.stores.append((stamp.clock, stamp.time))
+            if role.cta.trace:
+                role.cta.trace.store(role, a, b, stamp)
+            deposit(role, b, x)
+    else:
+        barrier_of = compile_barrier(compiler, notes["barrier"])
+
+        def issue(role: Role):
+            a, b = source(role), target(role)
+            if common and leave_to_leader(role, b.tile):
+                return
+            cta, barrier = role.cta, barrier_of(role)
+            x = place(role, b, fetch(role, a))
+            role.before_async()
+            stamp = cta.detector.stamp(role.name, barrier.name, barrier.next_load())
+            cta.detector.write(role, b.tile, b.key, is_async=True, stamp=stamp)
+            barrier.expect(b.bytes)
+            lands = cta.trace.load(role, a, b) if cta.trace else None
+
+            def land():
+                b.tile.arr[b.key] = x
+                if lands is not None:
+                    cta.trace.landed(barrier, lands)
+                barrier.complete_bytes(b.bytes, stamp.clock, stamp.time)
+
+            cta.in_flight.append(land)
+
+    return Step(lambda role: once_per_place(role, (source, target), leader_scope, issue))
+
+
+def compile_barrier(compiler, load):
+    """Closure giving the Barrier of a BufferLoad bar[i]."""
+    key, index = hash(load.buffer.data), compiler.expression(load.indices[0])
+
+    def barrier(role: Role):
+        group = role.cta.barriers[key]
+        i = int(uniform(role, index(role), "the index of a barrier"))
+        if not 0 <= i < len(group):
+            name = group[0].name.split("[")[0]
+            role.cta.issue(role, "bounds", f"{name}: barrier {i} is outside 0..{len(group) - 1}", name)
+            i = min(max(i, 0), len(group) - 1)
+        return group[i]
+
+    return barrier
+
+
+@operation("fill")
+def fill(compiler, call) -> Step:
+    target, value = compile_region(compiler, call.args[0]), compiler.expression(call.args[1])
+    common = compiler.scope.depth == 0
+
+    def run(role: Role):
+        b = target(role)
+        if not (common and leave_to_leader(role, b.tile)):
+            x = np.full(b.extent, uniform(role, value(role)), b.tile.arr.dtype)
+            deposit(role, b, x, common)
+            if role.cta.trace:
+                role.cta.trace.elementwise(role, b.extent)
+
+    return Step(run)
+
+
+REDUCTIONS = {
+    "sum": np.add, "max": np.maximum, "min": np.minimum, "abssum": np.add, "absmax": np.maximum,
+    "bitand": np.bitwise_and, "bitor": np.bitwise_or, "bitxor": np.bitwise_xor,
+}  # fmt: skip
+
+
+@operation("reduce")
+def reduce(compiler, call) -> Step:
+    source, target = compile_region(compiler, call.args[0]), compile_region(compiler, call.args[1])
+    name, axis, clear = str(call.args[2].value), int_of(call.args[3]), compiler.expression(call.args[4])
+    if name not in REDUCTIONS:
+        raise UnsupportedOperation(f"reduction {name}")
+    combine, common = REDUCTIONS[name], compiler.scope.depth == 0
+
+    def run(role: Role):
+        b = target(role)
+        if common and leave_to_leader(role, b.tile):
+            return
+        x = fetch(role, source(role))
+        y = combine.reduce(np.abs(x) if name.startswith("abs") else x, axis=axis).reshape(b.extent)
+        deposit(role, b, y if clear(role) else combine(fetch(role, b), y), common)
+        if role.cta.trace:
+            role.cta.trace.elementwise(role, x.shape)
+
+    return Step(run)
+
+
+@operation("cumsum")
+def cumsum(compiler, call) -> Step:
+    source, target = compile_region(compiler, call.args[0]), compile_region(compiler, call.args[1])
+    axis, backward = int_of(call.args[2]), compiler.expression(call.args[3])
+    common = compiler.scope.depth == 0
+
+    def run(role: Role):
+        b = target(role)
+        if common and leave_to_leader(role, b.tile):
+            return
+        x = fetch(role, source(role))
+        if backward(role):
+            y = np.flip(np.cumsum(np.flip(x, axis), axis, dtype=x.dtype), axis)
+        else:
+            y = np.cumsum(x, axis, dtype=x.dtype)
+        deposit(role, b, y, common)
+        if role.cta.trace:
+            role.cta.trace.elementwise(role, x.shape)
+
+    return Step(run)
+
+
+def gemm_step(compiler, call, waits: bool) -> Step:
+    """C (+)= op(A) op(B): FP32 accumulation of the operands' values.
+
+    By a multiple of 128 threads and 64 rows it is a WGMMA: operands are read through the async proxy until the group
+    is waited for, C and a register A belong to it that long.
+    """
+    left, right, out = (compile_region(compiler, call.args[k]) for k in range(3))
+    transpose_a, transpose_b, clear = (compiler.expression(call.args[k]) for k in (3, 4, 9))
+    rows, columns, depth = (int_of(call.args[k]) for k in (5, 6, 7))
+    if int_of(call.args[10]) if hasattr(call.args[10], "value") else True:
+        raise UnsupportedOperation(f"{call.op.name} with an mbarrier")
+
+    def run(role: Role):
+        a, b, c = left(role), right(role), out(role)
+        cta = role.cta
+        is_wgmma = rows % 64 == 0 and role.active_count % WARPGROUP == 0
+        if not is_wgmma and not waits:
+            raise UnsupportedOperation(
+                f"wgmma_gemm of {rows} rows by {role.active_count} threads of {role.name}", where=role.where()
+            )
+        stamp = None
+        if is_wgmma:
+            role.before_async()
+            role.converge()
+            stamp = cta.detector.stamp(role.name, "wgmma")
+        x = fetch(role, a, is_async=is_wgmma, stamp=stamp).reshape(a.matrix_shape)
+        y = fetch(role, b, is_async=is_wgmma, stamp=stamp).reshape(b.matrix_shape)
+        x = x.T if transpose_a(role) else x
+        y = y.T if transpose_b(role) else y
+        fresh = bool(clear(role))
+        if c.tile.tracked:
+            raise UnsupportedOperation(f"{call.op.name} into shared memory", where=role.where())
+        if not waits:
+            if not a.tile.tracked and not a.tile.is_global:
+                if role.busy.get(id(a.tile), ("",))[0] == "write":
+                    cta.detector.fragment(role, a.tile, "read")
+                role.busy[id(a.tile)] = ("read", stamp.time)
+            role.busy[id(c.tile)] = ("write", stamp.time)
+        elif role.busy:
+            cta.detector.fragment(role, c.tile, "write")
+        accumulate(role, c, x, y, fresh)
+        if is_wgmma:
+            role.groups.append((stamp.clock, stamp.time))
+        if cta.trace:
+            cta.trace.gemm(role, rows * columns * depth, is_wgmma, c.tile.name)
+        if is_wgmma and waits:
+            role.wait_groups(0)
+            if cta.trace:
+                cta.trace.wait_groups(role, 0)
+
+    return Step(run)
+
+
+def accumulate(role: Role, region, x: np.ndarray, y: np.ndarray, fresh: bool) -> None:
+    tile = region.tile
+    product = (x @ y).reshape(region.extent)
+    if not fresh:
+        if tile.ready is not True and not np.all(tile.ready[region.key]):
+            role.cta.issue(role, "init", f"accumulates into {tile.name}, which nothing has written", tile.name)
+        product += tile.arr[region.key]
+    tile.arr[region.key] = place(role, region, product) if tile.dtype in NARROW else product
+    tile.mark_ready(region.key)
+
+
+@operation("gemm")
+def gemm(compiler, call) -> Step:
+    return gemm_step(compiler, call, waits=True)
+
+
+@operation("wgmma_gemm")
+def wgmma_gemm(compiler, call) -> Step:
+    return gemm_step(compiler, call, waits=False)
