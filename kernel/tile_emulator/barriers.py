@@ -46,7 +46,7 @@ class Barrier:
 
         Before the next phase completes, every observer must be known to be through, or the parity can alias.
         """
-        self.observers.append((role, int(role.all[role.writes]), role.where()))
+        self.observers.append((role, int(role.all[role.reads]), role.where()))
         role.acquire(self.released)
 
     def arrive(self, role: Role, threads: int, released: np.ndarray) -> None:
@@ -81,7 +81,7 @@ class Barrier:
         if self.pending or self.outstanding:
             return
         for role, time, where in self.observers:
-            if self.incoming[0, role.writes] < time:
+            if self.incoming[0, role.reads] < time:
                 text = (
                     f"{self.name}: phase {self.phase} can complete before the wait of {role.name} at {where} "
                     f"has seen phase {self.phase - 1}"

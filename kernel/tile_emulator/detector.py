@@ -9,7 +9,7 @@ async proxy to ordinarily written data must come after them in ``fenced``, too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,25 +19,28 @@ from .memory import Tile
 from .role import WARP, Role
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """One executed access.  clock/time stamp it; lanes are threads of the role (None: a tile operation of all)."""
+class Access(NamedTuple):
+    """One executed access, stamped by clock and time.
+
+    partner: what it was exchanged with (a register tile, a nest's extents), if the layout may be the same.
+    """
 
     clock: int
     time: int
     is_async: bool
     verb: str
     role: str
-    where: str
+    line: str
+    loops: tuple
     partner: object = None
 
     def __str__(self) -> str:
         proxy = " (async proxy)" if self.is_async else ""
-        return f"{self.verb} by {self.role} at {self.where}{proxy}"
+        loops = "".join(f" {name}={i}" for name, i in self.loops)
+        return f"{self.verb} by {self.role} at {self.line}{loops}{proxy}"
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(NamedTuple):
     """Clock and time of an asynchronous engine's operation."""
 
     clock: int
@@ -46,12 +49,10 @@ class Stamp:
 
 def distinct(x: np.ndarray) -> tuple[int, ...] | list[int]:
     """Distinct values of an int array (mostly one)."""
-    if x.ndim == 0:
-        return (int(x),)
-    if x.size == 0:
-        return ()
-    first = x[(0,) * x.ndim]
-    return (int(first),) if (x == first).all() else np.unique(x).tolist()
+    if x.size < 2:
+        return x.reshape(-1).tolist()
+    first = x.item(0)
+    return (first,) if np.count_nonzero(x != first) == 0 else np.unique(x).tolist()
 
 
 class Detector:
@@ -81,7 +82,10 @@ class Detector:
         return Stamp(clock, time)
 
     def record(self, role: Role, stamp: Stamp, is_async: bool, verb: str, partner=None) -> int:
-        self.log.append(Access(stamp.clock, stamp.time, is_async, verb, role.name, role.where(), partner))
+        loops = tuple(role.loops.items())
+        self.log.append(
+            Access(stamp[0], stamp[1], is_async, verb, role.name, role.line, loops, partner)
+        )
         return len(self.log) - 1
 
     # ---- shared memory ----
@@ -135,7 +139,7 @@ class Detector:
             last = self.log[number]
             if role.all[last.clock] < last.time:
                 self.issue(
-                    role, "race", f"{verb}s {tile.name}, not ordered after the {last}", tile.name, last.where.split()[0]
+                    role, "race", f"{verb}s {tile.name}, not ordered after the {last}", tile.name, last.line
                 )
             elif last.clock == role.writes and not self.auto_sync:
                 self.check_in_role(role, tile, index, number, last, is_async, verb, lanes, partner)
@@ -157,7 +161,7 @@ class Detector:
                 last = self.log[number]
                 if role.all[clock] < last.time:
                     self.issue(
-                        role, "race", f"writes {tile.name}, not ordered after the {last}", tile.name, last.where.split()[0]
+                        role, "race", f"writes {tile.name}, not ordered after the {last}", tile.name, last.line
                     )
                 elif own:
                     self.check_in_role(role, tile, index, number, last, is_async, "write", lanes, partner)
@@ -182,7 +186,7 @@ class Detector:
                     return
         what = f"async {verb}" if is_async else verb
         self.issue(
-            role, "sync", f"{what} of {tile.name}: no sync of this role's threads after the {last}", tile.name, last.where.split()[0]
+            role, "sync", f"{what} of {tile.name}: no sync of this role's threads after the {last}", tile.name, last.line
         )
 
     # ---- registers and global memory ----

@@ -99,7 +99,11 @@ class Expressions:
 
     # ---- operators ----
     def compile_binary(self, e) -> Closure:
-        a, b, f = self.compile(e.a), self.compile(e.b), BINARY[kind(e)]
+        f = BINARY[kind(e)]
+        if kind(e.b) == "IntImm":
+            a, constant = self.compile(e.a), int(e.b.value)
+            return lambda role: f(a(role), constant)
+        a, b = self.compile(e.a), self.compile(e.b)
         return lambda role: f(a(role), b(role))
 
     def logical(self, e, stop_at: bool) -> Closure:
@@ -233,7 +237,8 @@ class Expressions:
 
     def index(self, buffer, indices) -> Callable[[Role, tuple], Where]:
         make = compile_nest_index if self.scope.parallel else compile_thread_index
-        return make(self, str(buffer.name), indices)
+        shape = self.scope.buffers[hash(buffer.data)].shape
+        return make(self, str(buffer.name), indices, shape)
 
     def compile_BufferLoad(self, e) -> Closure:
         spec = self.spec_of(e.buffer)
@@ -267,7 +272,7 @@ class Expressions:
             if local.per_thread:
                 if at.axes:
                     raise_layout_question(role, local)
-                lanes = np.arange(role.width) if role.lanes is None else role.lanes
+                lanes = role.positions if role.lanes is None else role.lanes
                 where = (lanes, *where)
             x = local.arr[where]
             if local.ready is not None and not np.all(local.ready[where]):

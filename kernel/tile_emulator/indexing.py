@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from .expressions import Expressions
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
+class Where(NamedTuple):
     """An evaluated index.
 
     key indexes the array.  axes: nest axis of each array axis that is left, when key holds slices (None: index arrays
@@ -59,7 +57,14 @@ def split_linear(e, scope, compile_: Callable) -> tuple[int | None, list] | None
     return None
 
 
-def compile_nest_index(expressions: Expressions, name: str, indices) -> Callable[[Role, tuple], Where]:
+def fits(plan, shape) -> bool:
+    """Is the index the nest's variables alone, inside the buffer whatever they are?"""
+    return all(extent is not None and not offsets and extent <= n for (extent, offsets), n in zip(plan, shape, strict=True))
+
+
+def compile_nest_index(
+    expressions: Expressions, name: str, indices, shape: tuple[int, ...]
+) -> Callable[[Role, tuple], Where]:
     """Index closure inside a T.Parallel nest."""
     scope = expressions.scope
     parts = [split_linear(e, scope, expressions.compile) for e in indices]
@@ -73,16 +78,22 @@ def compile_nest_index(expressions: Expressions, name: str, indices) -> Callable
 
     def slices(role: Role, shape) -> tuple | None:
         key = []
-        for (extent, offsets), n in zip(plan, shape, strict=True):
+        for (extent, offsets), n in zip(plan, shape):  # noqa: B905 (hot; equal by construction)
             low = 0
             for sign, f in offsets:
-                low += sign * int(f(role))
-            if low < 0 or low + (extent or 1) > n:
-                return None
-            key.append(low if extent is None else slice(low, low + extent))
+                low += sign * f(role)
+            if extent is None:
+                if not 0 <= low < n:
+                    return None
+                key.append(int(low))
+            else:
+                low = int(low)
+                if low < 0 or low + extent > n:
+                    return None
+                key.append(slice(low, low + extent))
         return tuple(key)
 
-    def index(role: Role, shape) -> Where:
+    def general(role: Role, shape) -> Where:
         if plan is not None and not role.masked:
             key = slices(role, shape)
             if key is not None:
@@ -90,20 +101,31 @@ def compile_nest_index(expressions: Expressions, name: str, indices) -> Callable
         arrays = clip(role, name, [np.asarray(f(role)) for f in full], shape)
         return Where(tuple(np.broadcast_arrays(*arrays)))
 
-    return index
+    if plan is not None and shape and fits(plan, shape):
+        whole = Where(tuple(slice(0, extent) for extent, _ in plan), axes)
+        return lambda role, shape: general(role, shape) if role.masked else whole
+
+    return general
 
 
-def compile_thread_index(expressions: Expressions, name: str, indices) -> Callable[[Role, tuple], Where]:
+def compile_thread_index(
+    expressions: Expressions, name: str, indices, shape: tuple[int, ...]
+) -> Callable[[Role, tuple], Where]:
     """Index closure in thread-level code: scalars, or one index per active thread."""
     full = [expressions.compile(e) for e in indices]
 
     def index(role: Role, shape) -> Where:
-        values = clip(role, name, [f(role) for f in full], shape)
-        if any(is_array(x) for x in values):
-            lanes = np.arange(role.width) if role.lanes is None else role.lanes
-            return Where(tuple(np.broadcast_to(x, lanes.shape) for x in values), None, lanes)
-        lanes = role.lanes if role.lanes is not None and len(role.lanes) == 1 else None
-        return Where(tuple(int(x) for x in values), None, None if lanes is None else lanes[0])
+        values = [f(role) for f in full]
+        for x, n in zip(values, shape):  # noqa: B905
+            if is_array(x) or not 0 <= x < n:
+                break
+        else:
+            lanes = role.lanes
+            one = None if lanes is None or len(lanes) != 1 else lanes[0]
+            return Where(tuple(values), None, one)
+        values = clip(role, name, values, shape)
+        lanes = role.positions if role.lanes is None else role.lanes
+        return Where(tuple(np.broadcast_to(x, lanes.shape) for x in values), None, lanes)
 
     return index
 

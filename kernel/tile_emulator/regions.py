@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,11 +15,10 @@ from .expressions import check_ready
 from .lanes import uniform, with_lanes
 from .memory import Tile
 from .role import Role
-from .tir import kind, op_name
+from .tir import int_of, kind, op_name
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """tile[start : start + extent] per axis.
 
     key: the part that lies inside the tile; inside: that part's place in the region.
@@ -31,7 +32,7 @@ class Region:
 
     @property
     def bytes(self) -> int:
-        return int(np.prod(self.extent)) * item_bytes(self.tile.dtype)
+        return prod(self.extent) * item_bytes(self.tile.dtype)
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
@@ -41,8 +42,12 @@ class Region:
 
 def make_region(role: Role, tile: Tile, start: tuple[int, ...], extent: tuple[int, ...]) -> Region:
     shape = tile.arr.shape
-    if all(s >= 0 and s + x <= n for s, x, n in zip(start, extent, shape, strict=True)):
-        return Region(tile, start, extent, tuple(slice(s, s + x) for s, x in zip(start, extent, strict=True)), None)
+    for s, x, n in zip(start, extent, shape):  # noqa: B905
+        if s < 0 or s + x > n:
+            break
+    else:
+        key = tuple([slice(s, s + x) for s, x in zip(start, extent)])  # noqa: B905
+        return Region(tile, start, extent, key, None)
     if not tile.is_global:
         role.cta.issue(role, "bounds", f"{tile.name}: region {start} + {extent} is outside {shape}", tile.name)
     low = [min(max(s, 0), n) for s, n in zip(start, shape, strict=True)]
@@ -58,14 +63,18 @@ class RegionMaker:
 
     key: int
     starts: tuple[Callable, ...]
-    extents: tuple[Callable, ...]
+    extents: tuple[Callable | int, ...]
     varying: tuple[Callable, ...]
     is_global: bool
     is_shared: bool
+    fixed: tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]] | None = None
 
     def __call__(self, role: Role) -> Region:
-        start = tuple(int(uniform(role, f(role), "the start of a region")) for f in self.starts)
-        extent = tuple(int(uniform(role, f(role), "the extent of a region")) for f in self.extents)
+        if self.fixed is not None:
+            start, extent, key = self.fixed
+            return Region(role.buffers[self.key], start, extent, key, None)
+        start = tuple([int(uniform(role, f(role), "the start of a region")) for f in self.starts])
+        extent = tuple([f if isinstance(f, int) else int(f(role)) for f in self.extents])
         return make_region(role, role.buffers[self.key], start, extent)
 
 
@@ -82,9 +91,16 @@ def compile_region(compiler, e) -> RegionMaker:
         raise UnsupportedOperation(f"a tile operation on the per-thread {spec.name}")
     starts = [compiler.expression(i) for i in load.indices]
     varying = [f for f, i in zip(starts, load.indices, strict=True) if compiler.scope.may_vary(i)]
-    closures = [compiler.expression(x) for x in extents]
-    closures = [lambda role: 1] * (len(starts) - len(closures)) + closures
-    return RegionMaker(spec.key, tuple(starts), tuple(closures), tuple(varying), spec.scope == "global", spec.is_shared)
+    sizes = [int_of(x) if kind(x) == "IntImm" else compiler.expression(x) for x in extents]
+    sizes = [1] * (len(starts) - len(sizes)) + sizes
+    fixed = None
+    if spec.shape and all(kind(i) == "IntImm" for i in load.indices) and all(isinstance(n, int) for n in sizes):
+        low = tuple(int_of(i) for i in load.indices)
+        if all(s >= 0 and s + x <= n for s, x, n in zip(low, sizes, spec.shape, strict=True)):
+            fixed = low, tuple(sizes), tuple(slice(s, s + x) for s, x in zip(low, sizes, strict=True))
+    return RegionMaker(
+        spec.key, tuple(starts), tuple(sizes), tuple(varying), spec.scope == "global", spec.is_shared, fixed
+    )
 
 
 def fetch(role: Role, region: Region, is_async=False, stamp=None, partner=None) -> np.ndarray:
@@ -106,9 +122,10 @@ def fetch(role: Role, region: Region, is_async=False, stamp=None, partner=None) 
 
 def place(role: Role, region: Region, x: np.ndarray) -> np.ndarray:
     """Values for region.key, rounded to the tile's dtype."""
-    if x.size != int(np.prod(region.extent)):
+    if x.size != prod(region.extent):
         raise UnsupportedOperation(f"copy of {x.shape} to a region of {region.extent}", where=role.where())
-    x = x.reshape(region.extent)
+    if x.shape != region.extent:
+        x = x.reshape(region.extent)
     return rounded(x if region.inside is None else x[region.inside], region.tile.dtype)
 
 

@@ -44,6 +44,7 @@ class Role:
     def __init__(self, cta: Cta | None, name: str, threads: np.ndarray, variables: dict, buffers: dict):
         self.cta, self.name, self.threads = cta, name, threads
         self.width = len(threads)
+        self.positions = np.arange(self.width)
         self.variables, self.buffers = variables, buffers
         self.lanes: np.ndarray | None = None
         self.extents: tuple[int, ...] = ()

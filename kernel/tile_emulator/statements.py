@@ -363,7 +363,7 @@ def local_store(spec: BufferSpec, index: Callable, value: Closure, line: str) ->
         if not local.per_thread and (per_thread or role.lanes is not None):
             local.spread()
         if local.per_thread:
-            at = (np.arange(role.width) if role.lanes is None else role.lanes, *at)
+            at = (role.positions if role.lanes is None else role.lanes, *at)
         local.arr[at] = x
         if local.ready is not None:
             local.ready[at] = True
