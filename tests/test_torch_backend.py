@@ -1,0 +1,117 @@
+"""The portable backend against the float64 references, at the tolerance of the cases."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases import Case, hidden_cases, load_cases, make_inputs
+from gdn_prefill.torch_backend import cumsum_torch, forward_torch, solve_kkt_torch
+from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
+from reference.recurrent import gdn_recurrent
+
+SCALE = 128**-0.5
+TOLERANCE = {"rtol": 5e-3, "atol": 5e-3, "check_dtype": False}
+SMALL = [case for case in load_cases() if case.state_heads * case.T <= 2**15]
+TWINS = [case for case in hidden_cases(42) if case.state_heads * case.T <= 2**14]
+
+
+def run(inputs, scale=SCALE):
+    g_cumsum = cumsum_torch(inputs.g)
+    A = solve_kkt_torch(inputs.k, g_cumsum, inputs.beta)
+    return forward_torch(
+        inputs.q, inputs.k, inputs.v, g_cumsum, inputs.beta, A, inputs.initial_state, scale
+    )
+
+
+def expected(inputs, reference=gdn_chunked, scale=None):
+    return reference(
+        inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, scale
+    )
+
+
+@pytest.mark.parametrize("case", SMALL + TWINS, ids=lambda case: case.name)
+def test_the_labs_cases(case):
+    inputs = make_inputs(case)
+    for ours, reference in zip(run(inputs), expected(inputs), strict=True):
+        torch.testing.assert_close(
+            ours, reference, rtol=case.rtol, atol=case.atol, check_dtype=False
+        )
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**32),
+    B=st.integers(1, 3),
+    T=st.one_of(st.sampled_from([1, 63, 64, 65, 127, 128]), st.integers(1, 200)),
+    Hq=st.integers(1, 2),
+    group=st.sampled_from([1, 2, 3]),
+    state=st.booleans(),
+    decay=st.sampled_from(["lab", "none", "strong", "extremes"]),
+    collinear=st.booleans(),
+    scale=st.sampled_from([None, 1.0]),
+)
+def test_any_shape_and_gate(seed, B, T, Hq, group, state, decay, collinear, scale):
+    case = Case("drawn", B, T, Hq, Hq * group, state, "mixed")
+    inputs = make_inputs(case, seed=seed)
+    if decay == "none":
+        inputs.g.zero_()
+    elif decay == "strong":
+        inputs.g.fill_(-20)
+    elif decay == "extremes":
+        inputs.g[:, 1::3] = -20
+    if collinear:
+        inputs.k.copy_(F.normalize(inputs.k[:, :1].float() + 0.05 * inputs.k.float(), dim=-1))
+    ours = run(inputs, SCALE if scale is None else scale)
+    for mine, reference in zip(ours, expected(inputs, gdn_recurrent, scale), strict=True):
+        torch.testing.assert_close(mine, reference, **TOLERANCE)
+
+
+def test_types_shapes_and_freshness():
+    inputs = make_inputs(Case("small", 2, 70, 2, 4, True, "random_decay"))
+    copies = [x.clone() for x in vars(inputs).values()]
+    output, state = run(inputs)
+    assert (output.dtype, output.shape) == (torch.bfloat16, (2, 70, 4, 128))
+    assert (state.dtype, state.shape) == (torch.float32, (2, 4, 128, 128))
+    assert output.is_contiguous() and state.is_contiguous()
+    assert all(torch.equal(a, b) for a, b in zip(vars(inputs).values(), copies, strict=True))
+    assert state.data_ptr() != inputs.initial_state.data_ptr()
+
+
+@pytest.mark.parametrize("T", [1, 64, 65, 150])
+@pytest.mark.parametrize("strong", [False, True])
+def test_preprocessing(T, strong):
+    inputs = make_inputs(Case("small", 2, T, 2, 4, False, "mixed"))
+    if strong:
+        inputs.g[:, 1::2] = -20
+    g_cumsum = cumsum_torch(inputs.g)
+    A = solve_kkt_torch(inputs.k, g_cumsum, inputs.beta)
+    assert (g_cumsum.dtype, A.dtype) == (torch.float32, torch.bfloat16)
+    assert g_cumsum.is_contiguous() and A.is_contiguous()
+    torch.testing.assert_close(g_cumsum, chunk_cumsum(inputs.g).float(), rtol=1e-5, atol=1e-6)
+    exact = solve_A(inputs.k, inputs.g, inputs.beta)
+    # One bf16 rounding and the fp32 error of differences of the gate sum.
+    torch.testing.assert_close(A.double(), exact, rtol=2**-8, atol=1e-4)
+    tail = T % 64
+    if tail:
+        assert torch.count_nonzero(A[:, T - tail :, :, tail:]) == 0
+
+
+def test_unwritten_memory_is_never_read():
+    inputs = make_inputs(Case("small", 1, 65, 1, 1, False, "random_decay"))
+    g_cumsum = cumsum_torch(inputs.g)
+    A = solve_kkt_torch(inputs.k, g_cumsum, inputs.beta)
+    arguments = (inputs.q, inputs.k, inputs.v, g_cumsum, inputs.beta)
+    clean = forward_torch(*arguments, A, None, SCALE)
+    A[:, 64:, :, 1:] = float("nan")
+    poisoned = forward_torch(*arguments, A, None, SCALE)
+    assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    inputs = make_inputs(Case("small", 2, 130, 2, 4, True, "mixed"), device="cuda")
+    for ours, reference in zip(run(inputs), expected(inputs), strict=True):
+        assert ours.is_cuda
+        torch.testing.assert_close(ours, reference, **TOLERANCE)
