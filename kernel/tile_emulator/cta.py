@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .barriers import Barrier
 from .detector import Detector
@@ -29,6 +30,14 @@ class Options:
         return bool(self.checks & {"race", "init"})
 
 
+class Load(NamedTuple):
+    """A TMA load: its stamp, and its text for messages."""
+
+    clock: int
+    time: int
+    what: str
+
+
 class Cta:
     """Run-time state shared by the roles of one thread block."""
 
@@ -38,6 +47,7 @@ class Cta:
         self.barriers: dict[int, list[Barrier]] = {}
         self.named: dict[int, Barrier] = {}
         self.in_flight: list[Callable] = []
+        self.loads: list[Load] = []
         self.trace = trace
         self.roles: list[Role] = []
 
@@ -91,16 +101,22 @@ class Cta:
         self.finish(roles)
 
     def finish(self, roles: Sequence[Role]) -> None:
+        """What must not be left open when the CTA ends."""
         while self.in_flight:
             self.in_flight.pop(0)()
         for role in roles:
             if role.groups:
                 self.issue(role, "wgmma", f"ends with {len(role.groups)} outstanding wgmma", "end")
             if role.stores:
-                role.wait_stores(0)
+                self.issue(role, "async", f"ends with {len(role.stores)} TMA stores not waited for", "end")
+        for load in self.loads:
+            if not any(role.all[load.clock] >= load.time for role in roles):
+                self.issue(None, "async", f"nobody waits for the TMA load of {load.what}", load.what)
         for barrier in self.all_barriers():
-            if barrier.half_used:
-                self.issue(None, "barrier", f"left half used at the end: {barrier}", barrier.name)
+            if barrier.outstanding:
+                self.issue(None, "barrier", f"bytes are expected that no load brings: {barrier}", barrier.name)
+            elif barrier.half_used:
+                self.report.note(f"CTA {self.block}: left half used at the end: {barrier}")
         self.report.ctas += 1
 
     def deadlock(self, blocked: Sequence[Role]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from .dtypes import NARROW, is_float, rounded
 from .errors import UnsupportedOperation
 from .indexing import Where, compile_nest_index, compile_thread_index, variable
-from .lanes import is_array, select, uniform
+from .lanes import in_nest, is_array, select, uniform
 from .memory import BufferSpec, Local, Tile
 from .role import WARP, Role
 from .scope import Scope
@@ -138,8 +138,8 @@ class Expressions:
 
     def choice(self, condition, then, other) -> Closure:
         p, a, b = self.compile(condition), self.compile(then), self.compile(other)
-        in_nest = bool(self.scope.parallel)
-        return lambda role: select(role, p(role), a, b, in_nest)
+        nested = bool(self.scope.parallel)
+        return lambda role: select(role, p(role), a, b, nested)
 
     def compile_Cast(self, e) -> Closure:
         f, dtype, source = self.compile(e.value), str(e.dtype), str(e.value.dtype)
@@ -167,8 +167,8 @@ class Expressions:
         return lambda role: f(*(x(role) for x in args))
 
     def thread_value(self, f: Closure) -> Closure:
-        """A per-thread value; inside a nest the threads must agree."""
-        return (lambda role: uniform(role, f(role))) if self.scope.parallel else f
+        """A per-thread value; inside a nest that of the thread that owns the element."""
+        return (lambda role: in_nest(role, f(role))) if self.scope.parallel else f
 
     def call_launch_thread_idx(self, e) -> Closure:
         if int_of(e.args[0]):
@@ -262,7 +262,7 @@ class Expressions:
         return load
 
     def local_load(self, spec: BufferSpec, index: Callable) -> Closure:
-        key, integer, in_nest = spec.key, not is_float(spec.dtype), bool(self.scope.parallel)
+        key, integer, nested = spec.key, not is_float(spec.dtype), bool(self.scope.parallel)
         shape = spec.shape
 
         def load(role):
@@ -279,8 +279,8 @@ class Expressions:
                 role.cta.issue(role, "init", f"reads {local.name}, which nothing has written", local.name)
             if at.axes:
                 return to_nest(x, at.axes, len(role.extents))
-            if in_nest and local.per_thread:
-                x = uniform(role, x, f"{local.name} inside T.Parallel")
+            if nested and local.per_thread:
+                x = in_nest(role, x, local.name)
             return x.item() if integer and not is_array(x) else x
 
         return load

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .lanes import is_array, of_active, uniform
+from .lanes import in_nest, is_array, of_active
 from .role import Role
 from .tir import kind
 
@@ -82,6 +82,8 @@ def compile_nest_index(
             low = 0
             for sign, f in offsets:
                 low += sign * f(role)
+            if is_array(low):
+                return None
             if extent is None:
                 if not 0 <= low < n:
                     return None
@@ -135,5 +137,5 @@ def variable(key: int, scope) -> Callable[[Role], object]:
     if key in scope.parallel or key not in scope.varying:
         return lambda role: role.variables[key]
     if scope.parallel:
-        return lambda role: uniform(role, of_active(role, role.variables[key]))
+        return lambda role: in_nest(role, of_active(role, role.variables[key]))
     return lambda role: of_active(role, role.variables[key])

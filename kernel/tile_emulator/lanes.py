@@ -36,6 +36,26 @@ def uniform(role: Role, x, what: str = "value"):
     return first.item() if x.dtype.kind in "iub" else first
 
 
+def in_nest(role: Role, x, what: str = "value"):
+    """A per-thread value inside a T.Parallel nest: the scalar the threads agree on, or one value per element.
+
+    Raises UnsupportedOperation when the threads differ and it is not known who owns which element.
+    """
+    if not is_array(x):
+        return x
+    first = x.flat[0]
+    if (x == first).all():
+        return first.item() if x.dtype.kind in "iub" else first
+    spread = role.owner.spread(role, x) if role.owner is not None else None
+    if spread is None:
+        raise UnsupportedOperation(
+            f"{what} differs between the threads of {role.name} inside T.Parallel, and the layout that says which "
+            "thread owns which element is not known",
+            where=role.where(),
+        )
+    return spread
+
+
 def with_lanes(role: Role, mask: np.ndarray, f: Callable):
     """f(role) with only the threads of mask (over the active ones) active."""
     saved = role.lanes
@@ -62,17 +82,17 @@ def with_elements(role: Role, mask: np.ndarray, f: Callable):
         role.extents, role.masked, role.nest = extents, masked, nest
 
 
-def select(role: Role, condition, then: Callable, other: Callable, in_nest: bool):
+def select(role: Role, condition, then: Callable, other: Callable, nested: bool):
     """Lazy choice: each side is evaluated only for the threads or elements that take it."""
     if not is_array(condition):
         return then(role) if condition else other(role)
-    shape = role.extents if in_nest else (role.active_count,)
+    shape = role.extents if nested else (role.active_count,)
     mask = np.broadcast_to(condition, shape)
     if mask.all():
         return then(role)
     if not mask.any():
         return other(role)
-    restrict = with_elements if in_nest else with_lanes
+    restrict = with_elements if nested else with_lanes
     a, b = restrict(role, mask, then), restrict(role, ~mask, other)
     out = np.empty(shape, np.result_type(a, b))
     out[mask], out[~mask] = a, b

@@ -15,6 +15,7 @@ KINDS: dict[str, tuple[str, type[KernelFault]]] = {
     "fence": ("race", RaceError),
     "sync": ("race", RaceError),
     "wgmma": ("race", RaceError),
+    "async": ("race", RaceError),
     "lap": ("race", RaceError),
     "bounds": ("bounds", BoundsError),
     "init": ("init", InitError),
@@ -52,13 +53,18 @@ class Issue:
 
 @dataclass
 class Report:
-    """Result of emulate().  ok is True when nothing was found."""
+    """Result of emulate().  ok is True when nothing was found.
+
+    notes are oddities that are no fault; written is the fraction of each output's elements that were stored;
+    timeline (timeline.Timeline) is there when asked for.
+    """
 
     schedule: str = ""
     roles: tuple[str, ...] = ()
     ctas: int = 0
     steps: int = 0
     issues: list[Issue] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     written: dict[str, float] = field(default_factory=dict)
     timeline: object | None = None
     _seen: dict[tuple, Issue] = field(default_factory=dict, repr=False)
@@ -73,6 +79,10 @@ class Report:
         else:
             known.count += issue.count
 
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
     def merge(self, other: Report) -> None:
         """Add the findings of another run over other CTAs of the same launch."""
         self.roles = self.roles or other.roles
@@ -80,6 +90,8 @@ class Report:
         self.steps += other.steps
         for key, issue in other._seen.items():
             self.add(issue, key[3:])
+        for text in other.notes:
+            self.note(text)
         self.timeline = self.timeline or other.timeline
 
     @property

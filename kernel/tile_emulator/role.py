@@ -35,7 +35,7 @@ class Role:
 
     threads [width] are thread numbers; lanes is None while all of them are active, else positions in threads.
     extents is the iteration space of the T.Parallel nest being executed; masked says that the nest's variables are
-    1-D index lists (inside a conditional).
+    1-D index lists (inside a conditional); owner (ownership.NestOwner) tells which thread holds which element.
     all / fenced [CLOCKS]: accesses that happen before now, and the part that passed a fence.proxy.async.
     writes, reads, wgmma are the role's own clocks; warp_synced / role_synced their values that a warp sync, or a sync
     of the whole role, has published to the other threads of the role.
@@ -50,6 +50,7 @@ class Role:
         self.extents: tuple[int, ...] = ()
         self.masked = False
         self.nest: list[int] = []
+        self.owner = None
         self.loops: dict[str, int] = {}
         self.line = "?:0"
         self.wait: Wait | None = None

@@ -14,11 +14,12 @@ from .indexing import Where
 from .lanes import is_array, uniform, with_elements
 from .memory import BufferSpec, Local, Tile
 from .operations import OPERATIONS, blocks_or_is_tile_operation, is_ignored
+from .ownership import Accumulator, NestOwner
 from .role import WARP, Role
 from .scope import Scope
 from .statements_common import leave_to_leader
 from .steps import NOTHING, Step, repeat, sequence
-from .tir import PARALLEL, calls, int_of, kind, op_name, source_line
+from .tir import PARALLEL, calls, int_of, kind, op_name, source_line, visit
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,28 @@ class Edit:
     counts: dict[str, Sequence[int]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """A conditional on the thread number, inside (conditional, side taken) others."""
+
+    condition: Closure
+    around: tuple[tuple[Branch, bool], ...]
+
+    def mask(self, probe: Role) -> np.ndarray | None:
+        """Its truth per thread, or None where it depends on more than the thread number."""
+        try:
+            p = self.condition(probe)
+        except (KeyError, AttributeError, TypeError, UnsupportedOperation):
+            return None
+        return p if is_array(p) and len(p) == probe.width else None
+
+
 class Compiler:
     """Compiles the body of a PrimFunc; afterwards its attributes describe the launch.
 
     grid: [(blockIdx variable, extent closure)]; shared / private: allocations; barriers: key -> (name, counts);
-    splits: conditions on the thread number whose bodies block or hold tile operations.
+    splits: conditionals on the thread number whose bodies block or hold tile operations; products: for each matrix
+    product the conditionals on the thread number around it; accumulators: buffer key -> layout of its elements.
     """
 
     def __init__(self, edit: Edit | None = None):
@@ -50,7 +68,10 @@ class Compiler:
         self.shared: list[BufferSpec] = []
         self.private: list[BufferSpec] = []
         self.barriers: dict[int, tuple[str, list[int]]] = {}
-        self.splits: list[tuple[Closure, list]] = []
+        self.splits: list[Branch] = []
+        self.branches: list[tuple[Branch, bool]] = []
+        self.products: list[tuple[tuple[Branch, bool], ...]] = []
+        self.accumulators: dict[int, Accumulator] = {}
         self.bound: list[tuple[int, Closure]] = []
         self.line = "?:0"
 
@@ -87,7 +108,7 @@ class Compiler:
                 raise UnsupportedOperation("a launch with more than one thread dimension")
             self.threads = x
         for variable, counts in dict(annotations.get("barrier_init", {})).items():
-            name = str(variable.name)
+            name = str(variable.name) or f"barrier#{len(self.barriers)}"
             counts = self.edit.counts.get(name, [int_of(n) for n in counts])
             self.barriers[hash(variable)] = (name, list(counts))
         for buffer in block.alloc_buffers:
@@ -98,7 +119,9 @@ class Compiler:
         if str(buffer.scope()) == "shared.barrier":
             return
         shape = tuple(int_of(n) for n in buffer.shape)
-        spec = BufferSpec(hash(buffer.data), str(buffer.name), shape, str(buffer.dtype), str(buffer.scope()))
+        scope = str(buffer.scope())
+        name = str(buffer.name) or f"{scope}#{len(self.scope.buffers)}"
+        spec = BufferSpec(hash(buffer.data), name, shape, str(buffer.dtype), scope)
         self.scope.buffers[spec.key] = spec
         (self.shared if spec.is_shared else self.private).append(spec)
 
@@ -224,7 +247,7 @@ class Compiler:
         extents = tuple(int_of(n) for _, n in loops)
         self.scope.parallel = {key: (axis, extents[axis]) for axis, (key, _) in enumerate(loops)}
         try:
-            body = self.statement(s)
+            body, owner = self.statement(s), self.owner(s)
         finally:
             self.scope.parallel = {}
         if body.blocking:
@@ -239,13 +262,29 @@ class Compiler:
         def nest(role):
             role.line = line
             role.variables.update(ranges)
-            role.extents, role.masked, role.nest = extents, False, list(keys)
-            run(role)
-            role.extents, role.nest = (), []
+            role.extents, role.masked, role.nest, role.owner = extents, False, list(keys), owner
+            if role.lanes is None:
+                run(role)
+            else:
+                run_owned(role, run)
+            role.extents, role.nest, role.owner = (), [], None
             if role.cta.trace:
                 role.cta.trace.elementwise(role, extents)
 
         return Step(nest)
+
+    def owner(self, body) -> NestOwner:
+        """The two-dimensional register tiles that a nest touches."""
+        touched = []
+
+        def look(node):
+            if kind(node) in ("BufferLoad", "BufferStore") and len(node.indices) == 2:
+                spec = self.scope.buffers.get(hash(node.buffer.data))
+                if spec is not None and spec.scope == "local.fragment":
+                    touched.append((spec.key, *(self.expression(i) for i in node.indices)))
+
+        visit(body, look)
+        return NestOwner(tuple(touched), self.accumulators)
 
     # ---- conditionals ----
     def compile_IfThenElse(self, s) -> Step:
@@ -254,19 +293,29 @@ class Compiler:
             then, other = self.statement(s.then_case), self.optional(s.else_case)
             return self.element_branch(condition, then, other)
         on_thread = self.scope.on_thread(s.condition)
-        slot = len(self.splits)
-        self.scope.depth += on_thread
-        then, other = self.statement(s.then_case), self.optional(s.else_case)
-        self.scope.depth -= on_thread
         bodies = [body for body in (s.then_case, s.else_case) if body is not None]
-        if on_thread and any(blocks_or_is_tile_operation(body) for body in bodies):
-            self.splits.insert(slot, (condition, bodies))
+        if on_thread:
+            branch = Branch(condition, tuple(self.branches))
+            if any(blocks_or_is_tile_operation(body) for body in bodies):
+                self.splits.append(branch)
+            then = self.side(s.then_case, branch, True)
+            other = self.side(s.else_case, branch, False)
+        else:
+            then, other = self.statement(s.then_case), self.optional(s.else_case)
         orders = any(op_name(call) in ("mbarrier_wait_parity", "fence_proxy_async", "tvm_storage_sync")
                      for body in bodies for call in calls(body))  # fmt: skip
         return self.thread_branch(condition, then, other, orders)
 
     def optional(self, s) -> Step:
         return NOTHING if s is None else self.statement(s)
+
+    def side(self, s, branch: Branch, taken: bool) -> Step:
+        self.scope.depth += 1
+        self.branches.append((branch, taken))
+        step = self.optional(s)
+        self.branches.pop()
+        self.scope.depth -= 1
+        return step
 
     @staticmethod
     def element_branch(condition: Closure, then: Step, other: Step) -> Step:
@@ -346,6 +395,21 @@ class Compiler:
                 raise UnsupportedOperation(f"a store to the per-thread {spec.name} inside T.Parallel")
             return Step(local_store(spec, index, value, line))
         return Step(tile_store(spec, index, value, line, common=self.scope.depth == 0))
+
+
+def run_owned(role: Role, run: Callable) -> None:
+    """A nest that only some threads of the role reach: each works on the elements it owns."""
+    positions = role.owner.positions(role)
+    if positions is None:
+        raise UnsupportedOperation(
+            f"T.Parallel by {role.active_count} of the {role.width} threads of {role.name}, over tiles of unknown layout",
+            where=role.where(),
+        )
+    mine = np.isin(positions, role.lanes)
+    if mine.all():
+        run(role)
+    elif mine.any():
+        with_elements(role, mine, run)
 
 
 def local_store(spec: BufferSpec, index: Callable, value: Closure, line: str) -> Callable:
@@ -449,7 +513,8 @@ def touch_write(role: Role, tile: Tile, at: Where, partner, common: bool = False
 def find_roles(compiler: Compiler) -> list[np.ndarray]:
     """Threads grouped by the conditions on the thread number whose bodies block or hold tile operations.
 
-    Only conditions that do not cut through a warp make roles; others run with a part of their role's threads.
+    A condition that cuts through a warp, or through the threads of a matrix product, makes no roles: its body runs with
+    a part of the role's threads.
     """
     probe = Role(None, "probe", np.arange(compiler.threads), {}, {})
     for key, value in compiler.bound:
@@ -457,18 +522,33 @@ def find_roles(compiler: Compiler) -> list[np.ndarray]:
             probe.variables[key] = value(probe)
         except (KeyError, AttributeError, TypeError, UnsupportedOperation):
             continue
+    product_threads = {around: reached(around, probe) for around in compiler.products}
     columns = []
-    for condition, _ in compiler.splits:
-        try:
-            mask = condition(probe)
-        except (KeyError, AttributeError, TypeError, UnsupportedOperation):
+    for branch in compiler.splits:
+        mask = branch.mask(probe)
+        if mask is None:
             continue
-        if is_array(mask) and len(mask) == compiler.threads:
-            warps = np.add.reduceat(mask.astype(int), np.arange(0, compiler.threads, WARP))
-            sizes = np.add.reduceat(np.ones(compiler.threads, int), np.arange(0, compiler.threads, WARP))
-            if ((warps == 0) | (warps == sizes)).all():
-                columns.append(mask)
+        taken = mask & reached(branch.around, probe)
+        cut = [threads for threads in product_threads.values() if 0 < np.sum(taken & threads) < np.sum(threads)]
+        if not cuts_warp(taken) and not cut:
+            columns.append(taken)
     groups: dict[tuple, list[int]] = {}
     for thread in range(compiler.threads):
         groups.setdefault(tuple(bool(mask[thread]) for mask in columns), []).append(thread)
     return [np.array(threads) for threads in groups.values()]
+
+
+def reached(around: tuple[tuple[Branch, bool], ...], probe: Role) -> np.ndarray:
+    """Threads that get to a place inside these conditionals (all, where that is not known)."""
+    threads = np.ones(probe.width, bool)
+    for branch, taken in around:
+        mask = branch.mask(probe)
+        if mask is not None:
+            threads &= mask if taken else ~mask
+    return threads
+
+
+def cuts_warp(mask: np.ndarray) -> bool:
+    """Does the boundary of these threads run through a warp?"""
+    starts = np.arange(0, len(mask), WARP)
+    return bool((np.logical_and.reduceat(mask, starts) != np.logical_or.reduceat(mask, starts)).any())

@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from .lanes import uniform
 from .registry import operation
 from .role import Role, Wait
 from .steps import Step
-from .tile_operations import compile_barrier
+from .tile_operations import compile_barriers
 
 
 @operation("mbarrier_wait_parity")
 def wait_parity(compiler, call) -> Step:
-    barrier_of, parity_of = compile_barrier(compiler, call.args[0]), compiler.expression(call.args[1])
+    barriers_of, parity_of = compile_barriers(compiler, call.args[0]), compiler.expression(call.args[1])
     flip = compiler.edit.flip("mbarrier_wait_parity", compiler.line)
 
     def run(role: Role):
-        barrier, parity = barrier_of(role), int(uniform(role, parity_of(role), "a parity")) ^ flip
-        role.wait = Wait(barrier, parity=parity)
-        while barrier.blocks(parity):
-            yield
-        role.wait = None
-        barrier.observe(role)
-        if role.cta.trace:
-            role.cta.trace.waited(role, barrier)
+        parity = int(uniform(role, parity_of(role), "a parity")) ^ flip
+        for barrier, _ in barriers_of(role):
+            role.wait = Wait(barrier, parity=parity)
+            while barrier.blocks(parity):
+                yield
+            role.wait = None
+            barrier.observe(role)
+            if role.cta.trace:
+                role.cta.trace.waited(role, barrier)
 
     return Step(run, True)
 
 
 def arrival(compiler, call, expects: bool) -> Step:
-    barrier_of = compile_barrier(compiler, call.args[0])
+    barriers_of = compile_barriers(compiler, call.args[0])
     size = compiler.expression(call.args[1]) if expects else None
 
     def run(role: Role):
-        barrier = barrier_of(role)
-        if size is not None:
-            barrier.expect(int(np.sum(np.broadcast_to(size(role), (role.active_count,)))))
-        if role.cta.trace:
-            role.cta.trace.arrived(role, barrier)
-        role.arrive(barrier)
+        released = role.released()
+        for barrier, threads in barriers_of(role):
+            if size is not None:
+                barrier.expect(threads * int(uniform(role, size(role), "a transaction count")))
+            if role.cta.trace:
+                role.cta.trace.arrived(role, barrier)
+            barrier.arrive(role, threads, released)
+        role.tick()
         yield
 
     return Step(run, True)
@@ -57,10 +58,11 @@ def arrive_expect(compiler, call) -> Step:
 
 @operation("mbarrier_expect_tx")
 def expect(compiler, call) -> Step:
-    barrier_of, size = compile_barrier(compiler, call.args[0]), compiler.expression(call.args[1])
+    barriers_of, size = compile_barriers(compiler, call.args[0]), compiler.expression(call.args[1])
 
     def run(role: Role):
-        barrier_of(role).expect(int(np.sum(np.broadcast_to(size(role), (role.active_count,)))))
+        for barrier, threads in barriers_of(role):
+            barrier.expect(threads * int(uniform(role, size(role), "a transaction count")))
 
     return Step(run)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from .cta import Load
 from .dtypes import NARROW
 from .errors import UnsupportedOperation
-from .lanes import uniform
+from .lanes import is_array, uniform
+from .ownership import Accumulator
 from .regions import compile_region, deposit, fetch, once_per_place, place
 from .registry import operation
 from .role import Role
@@ -82,13 +84,13 @@ def tma_copy(compiler, call) -> Step:
                 role.cta.trace.store(role, a, b, stamp)
             deposit(role, b, x)
     else:
-        barrier_of = compile_barrier(compiler, notes["barrier"])
+        barriers_of = compile_barriers(compiler, notes["barrier"])
 
         def issue(role: Role):
             a, b = source(role), target(role)
             if common and leave_to_leader(role, b.tile):
                 return
-            cta, barrier = role.cta, barrier_of(role)
+            cta, ((barrier, _),) = role.cta, barriers_of(role)
             x = place(role, b, fetch(role, a))
             role.before_async()
             stamp = cta.detector.stamp(role.name, barrier.name, barrier.next_load())
@@ -103,24 +105,36 @@ def tma_copy(compiler, call) -> Step:
                 barrier.complete_bytes(b.bytes, stamp.clock, stamp.time)
 
             cta.in_flight.append(land)
+            cta.loads.append(Load(stamp.clock, stamp.time, f"{b.tile.name} at {role.where()}"))
 
     return Step(lambda role: once_per_place(role, (source, target), leader_scope, issue))
 
 
-def compile_barrier(compiler, load):
-    """Closure giving the Barrier of a BufferLoad bar[i]."""
+def compile_barriers(compiler, load):
+    """Closure giving [(Barrier, number of active threads that name it)] of a BufferLoad bar[i].
+
+    Usually one; the index may depend on the thread, e.g. a barrier per warp group of a wide role.
+    """
     key, index = hash(load.buffer.data), compiler.expression(load.indices[0])
 
-    def barrier(role: Role):
+    def pick(role: Role, i):
         group = role.cta.barriers[key]
-        i = int(uniform(role, index(role), "the index of a barrier"))
         if not 0 <= i < len(group):
             name = group[0].name.split("[")[0]
-            role.cta.issue(role, "bounds", f"{name}: barrier {i} is outside 0..{len(group) - 1}", name)
+            text = f"{name}: barrier {i} is outside 0..{len(group) - 1}"
+            role.cta.issue(role, "bounds", text, name)
             i = min(max(i, 0), len(group) - 1)
         return group[i]
 
-    return barrier
+    def barriers(role: Role):
+        i = index(role)
+        if is_array(i):
+            numbers, counts = np.unique(i, return_counts=True)
+            pairs = zip(numbers.tolist(), counts.tolist(), strict=True)
+            return [(pick(role, number), count) for number, count in pairs]
+        return [(pick(role, int(i)), role.active_count)]
+
+    return barriers
 
 
 @operation("fill")
@@ -199,6 +213,10 @@ def gemm_step(compiler, call, waits: bool) -> Step:
     rows, columns, depth = (int_of(call.args[k]) for k in (5, 6, 7))
     if int_of(call.args[10]) if hasattr(call.args[10], "value") else True:
         raise UnsupportedOperation(f"{call.op.name} with an mbarrier")
+
+    compiler.products.append(tuple(compiler.branches))
+    policy = int_of(call.args[8]) if hasattr(call.args[8], "value") else -1
+    compiler.accumulators[out.key] = Accumulator(rows, policy)
 
     def run(role: Role):
         a, b, c = left(role), right(role), out(role)
