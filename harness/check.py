@@ -142,6 +142,23 @@ def check_unmodified(inputs: dict[str, Tensor], clones: dict[str, Tensor]) -> Ve
     return PASSED
 
 
+def poison_pool(case: Case, device: torch.device) -> None:
+    """Leaves NaN in the memory that the next outputs are likely to be allocated from."""
+    blocks = [
+        torch.full(layout.shape, torch.nan, dtype=layout.dtype, device=device)
+        for layout in expected_layout(case)
+    ]
+    del blocks
+
+
+def poison(result: object) -> None:
+    """Fills returned tensors with NaN, so that a stale one cannot pass later."""
+    if type(result) in (tuple, list):
+        for tensor in result:
+            if type(tensor) is Tensor and tensor.dtype.is_floating_point:
+                tensor.detach().fill_(torch.nan)
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """The same memory as integers, so that NaN equals itself and -0 differs from 0."""
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

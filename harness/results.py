@@ -1,0 +1,257 @@
+"""The one schema of recorded measurements: a writer, a loader, the metadata beside each file.
+
+results/<device>/<name>.csv holds the rows, <name>.json the metadata (marked by "schema"), and
+<name>.samples.json, where kept, the raw times. Anything else under results/ is left alone.
+"""
+
+import csv
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .check import Status
+from .device import device_slug, query_clocks, software
+from .evaluate import Outcome
+from .implementations import SCOPES
+from .timing import Protocol
+
+if TYPE_CHECKING:
+    import pandas
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+SCHEMA = "measurements"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; the fields are the columns, in order. Times in milliseconds, None untimed.
+
+    device is a slug, date ISO 8601 in UTC, revision the commit (with "+" where files had changed).
+    """
+
+    device: str
+    date: str
+    revision: str
+    implementation: str
+    version: str
+    scope: str
+    protocol: str
+    case: str
+    correctness: str
+    median_ms: float | None
+    p20_ms: float | None
+    p80_ms: float | None
+    repetitions: int
+
+    def __post_init__(self) -> None:
+        for name in ("device", "date", "revision", "implementation", "version", "case"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty, must say something")
+        for name, allowed in (
+            ("scope", SCOPES),
+            ("protocol", [protocol.value for protocol in Protocol]),
+            ("correctness", [status.value for status in Status]),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, must be one of {', '.join(allowed)}"
+                )
+        times = (self.p20_ms, self.median_ms, self.p80_ms)
+        if any(time is None for time in times):
+            if times != (None, None, None) or self.repetitions:
+                raise ValueError(f"times are {times}, must be all there or none")
+        elif self.correctness != Status.PASS.value:
+            raise ValueError(f"a time with {self.correctness}, only a PASS has one")
+        elif not 0 < times[0] <= times[1] <= times[2] or self.repetitions < 1:
+            raise ValueError(
+                f"p20, median, p80 are {times} of {self.repetitions}, must rise from above 0"
+            )
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What all rows of one run share."""
+
+    device: str
+    date: str
+    revision: str
+
+    @classmethod
+    def now(cls, device: torch.device) -> "Stamp":
+        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        return cls(device=device_slug(device), date=date, revision=revision())
+
+
+def to_row(outcome: Outcome, stamp: Stamp) -> Row:
+    """The row of an outcome."""
+    sample = outcome.sample
+    return Row(
+        device=stamp.device,
+        date=stamp.date,
+        revision=stamp.revision,
+        implementation=outcome.implementation,
+        version=outcome.version,
+        scope=outcome.scope,
+        protocol=outcome.protocol,
+        case=outcome.case,
+        correctness=outcome.status.value,
+        median_ms=sample.median_ms if sample else None,
+        p20_ms=sample.p20_ms if sample else None,
+        p80_ms=sample.p80_ms if sample else None,
+        repetitions=sample.repetitions if sample else 0,
+    )
+
+
+def revision(root: Path = ROOT) -> str:
+    """The commit checked out at `root`, "+" behind it where tracked files differ; else "unknown".
+
+    GDN_REVISION stands in where there is no repository (a copied work tree).
+    """
+    try:
+        commit = _git(root, "rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("GDN_REVISION") or "unknown"
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def begin_metadata(stamp: Stamp) -> dict:
+    """What is known before the measurement; finish_metadata() adds what is known after it."""
+    return {
+        "schema": SCHEMA,
+        **asdict(stamp),
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "software": software(),
+        "clocks_before": query_clocks(),
+    }
+
+
+def finish_metadata(begun: Mapping[str, object], **more: object) -> dict:
+    """`begun` with the clocks after the measurement, the driver and whatever else is given."""
+    clocks = query_clocks()
+    return {**begun, "clocks_after": clocks, "driver": clocks.get("driver_version"), **more}
+
+
+def write_results(
+    name: str,
+    rows: Sequence[Row],
+    metadata: Mapping[str, object],
+    outcomes: Iterable[Outcome] = (),
+    root: Path = RESULTS,
+) -> Path:
+    """Writes results/<device>/<name>.csv and what belongs beside it; returns the CSV's path.
+
+    `outcomes` gives the raw times to keep. An earlier file of that name is replaced. Raises
+    ValueError if there are no rows or they are of several devices.
+    """
+    devices = {row.device for row in rows}
+    if len(devices) != 1:
+        raise ValueError(f"rows of the devices {sorted(devices)}, must be of one")
+    directory = root / devices.pop()
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.csv"
+    with path.open("w", newline="", encoding="utf-8") as handle:
+        write_csv(handle, rows)
+    _write_json(path.with_suffix(".json"), {**metadata, "schema": SCHEMA})
+    samples = [
+        {
+            **{key: getattr(outcome, key) for key in _SAMPLE_KEYS},
+            "times_ms": [round(time, 6) for time in outcome.times_ms],
+        }
+        for outcome in outcomes
+        if outcome.times_ms
+    ]
+    if samples:
+        lines = ",\n".join(json.dumps(sample) for sample in samples)
+        path.with_suffix(".samples.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    return path
+
+
+_SAMPLE_KEYS = ("implementation", "version", "scope", "protocol", "case")
+
+
+def write_csv(handle, rows: Iterable[Row]) -> None:
+    """The rows as CSV, header first; an absent time is an empty field."""
+    writer = csv.writer(handle, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        writer.writerow(
+            f"{value:.6f}" if isinstance(value, float) else value for value in asdict(row).values()
+        )
+
+
+def _write_json(path: Path, data: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of one file. Raises ValueError naming the file and line of what is not a row.
+
+    Further columns are allowed and left out.
+    """
+    with path.open(newline="", encoding="utf-8") as handle:
+        reader = csv.DictReader(handle)
+        missing = [column for column in COLUMNS if column not in (reader.fieldnames or [])]
+        if missing:
+            raise ValueError(f"{path}: columns missing: {', '.join(missing)}")
+        rows = []
+        for raw in reader:
+            try:
+                rows.append(_parse(raw))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+        return rows
+
+
+def _parse(raw: Mapping[str, str]) -> Row:
+    times = {
+        name: float(raw[name]) if raw[name] else None for name in ("median_ms", "p20_ms", "p80_ms")
+    }
+    text = {name: raw[name] for name in COLUMNS if name not in (*times, "repetitions")}
+    return Row(**text, **times, repetitions=int(raw["repetitions"]))
+
+
+def measurement_files(root: Path = RESULTS, device: str | None = None) -> list[Path]:
+    """The CSV files of the schema, of one device or of all: those whose metadata says so."""
+    return [
+        path
+        for path in sorted(root.glob(f"{device or '*'}/*.csv"))
+        if path.with_suffix(".json").is_file()
+        and json.loads(path.with_suffix(".json").read_text()).get("schema") == SCHEMA
+    ]
+
+
+def load_rows(root: Path = RESULTS, device: str | None = None) -> list[Row]:
+    """Every recorded row, file by file."""
+    return [row for path in measurement_files(root, device) for row in read_rows(path)]
+
+
+def load_results(root: Path = RESULTS, device: str | None = None) -> "pandas.DataFrame":
+    """Every recorded measurement as a table: the schema's columns and `file`, the file's stem."""
+    import pandas
+
+    tables = []
+    for path in measurement_files(root, device):
+        table = pandas.DataFrame([asdict(row) for row in read_rows(path)], columns=list(COLUMNS))
+        tables.append(table.assign(file=path.stem))
+    if not tables:
+        return pandas.DataFrame(columns=[*COLUMNS, "file"])
+    return pandas.concat(tables, ignore_index=True)

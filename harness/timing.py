@@ -1,0 +1,257 @@
+"""The timer and the three protocols: oj (the lab's), graph (kernels only), cold (kernels, no L2).
+
+oj     each call between its own pair of CUDA events, then synchronised; Python dispatch,
+       allocation and launch are inside
+graph  one replay of a captured CUDA Graph between the pair, queued behind a spinning kernel so
+       that no host time is inside; inputs warm in L2 where they fit
+cold   as graph, behind a kernel that overwrites more than the L2 holds
+
+Several implementations are timed call by call in turn on the same problem, so that a change of
+clocks meets all of them, and compared by paired ratios.
+"""
+
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], object]
+
+WARMUP = 10
+REPETITIONS = 100
+# Long enough to queue an event, a replay and an event behind it: about 25 us at 1.98 GHz.
+SPIN_CYCLES = 50_000
+# The flush writes this many times the L2.
+FLUSH_RATIO = 4
+
+
+class Protocol(str, Enum):
+    """How a call is timed."""
+
+    OJ = "oj"
+    GRAPH = "graph"
+    COLD = "cold"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A protocol with its untimed and timed calls."""
+
+    protocol: Protocol = Protocol.OJ
+    warmup: int = WARMUP
+    repetitions: int = REPETITIONS
+
+    def __post_init__(self) -> None:
+        for name, least in (("warmup", 0), ("repetitions", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} is {value!r}, must be an integer >= {least}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The times of one implementation in milliseconds, in the order they were taken."""
+
+    times_ms: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.times_ms:
+            raise ValueError("times_ms is empty, must hold at least one time")
+
+    @property
+    def repetitions(self) -> int:
+        return len(self.times_ms)
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.times_ms)
+
+    @property
+    def p20_ms(self) -> float:
+        return percentile(self.times_ms, 20)
+
+    @property
+    def p80_ms(self) -> float:
+        return percentile(self.times_ms, 80)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The percentile by linear interpolation between the sorted values; 0 <= percent <= 100."""
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def paired_ratio(numerator: Sample, denominator: Sample) -> float:
+    """The median over rounds of numerator / denominator; both come from one interleaved run."""
+    if numerator.repetitions != denominator.repetitions:
+        raise ValueError(
+            f"paired samples have {numerator.repetitions} and {denominator.repetitions} times"
+        )
+    pairs = zip(numerator.times_ms, denominator.times_ms, strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+class HostTimer:
+    """Wall clock on a machine with no GPU. Its clock is looked up once, when it is made."""
+
+    def __init__(self) -> None:
+        self._now = time.perf_counter_ns
+
+    def __call__(self, call: Call) -> tuple[float, object]:
+        """Runs `call` and gives (milliseconds, what it returned)."""
+        start = self._now()
+        result = call()
+        return (self._now() - start) / 1e6, result
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the host here."""
+
+
+class EventTimer:
+    """CUDA events on the stream that is current when it is made.
+
+    Every function it needs is looked up once, then: what a submission does to torch.cuda later
+    does not reach it. `before` is queued ahead of the first event of each pair.
+    """
+
+    def __init__(self, device: torch.device, before: Callable[[], None] | None = None) -> None:
+        self._event = torch.cuda.Event
+        self._record = torch.cuda.Event.record
+        self._wait = torch.cuda.Event.synchronize
+        self._elapsed = torch.cuda.Event.elapsed_time
+        self._synchronize = torch.cuda.synchronize
+        self._device = device
+        self.stream = torch.cuda.current_stream(device)
+        self._before = before
+
+    def __call__(self, call: Call) -> tuple[float, object]:
+        """Runs `call` and gives (milliseconds, what it returned)."""
+        start, end = self._event(enable_timing=True), self._event(enable_timing=True)
+        if self._before is not None:
+            self._before()
+        self._record(start, self.stream)
+        result = call()
+        self._record(end, self.stream)
+        self._wait(end)
+        return self._elapsed(start, end), result
+
+    def synchronize(self) -> None:
+        """Waits for everything on the device, whatever its stream."""
+        self._synchronize(self._device)
+
+
+Timer = HostTimer | EventTimer
+
+
+def make_timer(device: torch.device, protocol: Protocol = Protocol.OJ) -> Timer:
+    """The timer of `protocol` on `device`; without a GPU it is the wall clock, for any protocol."""
+    if device.type != "cuda":
+        return HostTimer()
+    return EventTimer(device, _ahead_of_start(device, protocol))
+
+
+def _ahead_of_start(device: torch.device, protocol: Protocol) -> Callable[[], None] | None:
+    if protocol is Protocol.GRAPH:
+        return functools.partial(torch.cuda._sleep, SPIN_CYCLES)
+    if protocol is Protocol.COLD:
+        size = FLUSH_RATIO * torch.cuda.get_device_properties(device).L2_cache_size
+        scratch = torch.empty(size, dtype=torch.uint8, device=device)
+        return scratch.zero_
+    return None
+
+
+class NotCapturableError(RuntimeError):
+    """A call that cannot be put in a CUDA Graph; the message says what stopped it."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A captured call: calling it replays the graph and gives the tensors the capture wrote."""
+
+    graph: torch.cuda.CUDAGraph
+    result: tuple[Tensor, Tensor]
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        self.graph.replay()
+        return self.result
+
+
+def capture(call: Call, device: torch.device, warmup: int = 3) -> Replay:
+    """Captures `call` in a CUDA Graph after `warmup` calls on the capturing stream.
+
+    Raises NotCapturableError where it does something that a capture forbids.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(warmup):
+                call()
+            torch.cuda.synchronize(device)
+            with torch.cuda.graph(graph, stream=stream):
+                result = call()
+    except Exception as error:
+        raise NotCapturableError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return Replay(graph, result)
+
+
+@contextlib.contextmanager
+def profiled(device: torch.device) -> Iterator[None]:
+    """Brackets what it holds with cudaProfilerStart and cudaProfilerStop, where there is a GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.profiler.start()
+    try:
+        yield
+        torch.cuda.synchronize(device)
+    finally:
+        torch.cuda.profiler.stop()
+
+
+def interleave(
+    calls: dict[str, Call], plan: Plan, timer: Timer, device: torch.device
+) -> dict[str, Sample]:
+    """Times every call plan.repetitions times, one of each a round, the order rotating by round."""
+    for call in calls.values():
+        for _ in range(plan.warmup):
+            call()
+    timer.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    with profiled(device):
+        for repetition in range(plan.repetitions):
+            for name in _rotated(list(calls), repetition):
+                milliseconds, _ = timer(calls[name])
+                times[name].append(milliseconds)
+    return {name: Sample(tuple(taken)) for name, taken in times.items()}
+
+
+def launch_untimed(calls: dict[str, Call], plan: Plan, device: torch.device) -> None:
+    """The launches of interleave() without a timer, for a profiler to look at."""
+    for call in calls.values():
+        for _ in range(plan.warmup):
+            call()
+    with profiled(device):
+        for repetition in range(plan.repetitions):
+            for name in _rotated(list(calls), repetition):
+                calls[name]()
+
+
+def _rotated(names: list[str], by: int) -> list[str]:
+    by %= max(len(names), 1)
+    return names[by:] + names[:by]
