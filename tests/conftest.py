@@ -19,10 +19,6 @@ settings.register_profile("repository", deadline=None, print_blob=True)
 settings.load_profile("repository")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a Hopper (sm_90) GPU")
-
-
 def _no_hopper() -> str | None:
     """Why tests marked gpu cannot run here, or None."""
     if not torch.cuda.is_available():
