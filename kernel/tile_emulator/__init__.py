@@ -1,4 +1,6 @@
-"""CPU emulator of TileLang kernels: runs the tile program of a warp-specialised kernel and judges its synchronisation."""
+"""CPU emulator of TileLang kernels: runs the tile program of a warp-specialised kernel and judges
+its synchronisation.
+"""
 
 from .api import emulate
 from .errors import (
@@ -17,6 +19,7 @@ from .scheduler import adversarial
 from .statements import Edit
 
 __all__ = [
-    "BarrierError", "BoundsError", "DeadlockError", "Edit", "EmulatorError", "InitError", "Issue", "KernelFault",
+    "BarrierError", "BoundsError", "DeadlockError", "Edit", "EmulatorError", "InitError", "Issue",
+    "KernelFault",
     "Program", "RaceError", "Report", "UnsupportedOperation", "adversarial", "emulate",
 ]  # fmt: skip

@@ -28,18 +28,22 @@ def emulate(
     progress: Callable[[int, int], None] | None = None,
     workers: int = 1,
 ) -> Report:
-    """Run a TileLang PrimFunc (before lowering), or a Program, on numpy or torch CPU tensors; outputs are written in place.
+    """Run a TileLang PrimFunc (before lowering), or a Program, on numpy or torch CPU tensors;
+    outputs are written in place.
 
     tensors: one per parameter, scalars as python numbers.  schedule: see scheduler.HELP.
-    check: groups of findings, joined by commas; None runs without the detector (bounds are still enforced).
-    raise_on_issue: raise the typed error of the first kind found (DeadlockError and UnsupportedOperation always are).
-    pass_configs: those the kernel is compiled with; with TL_DISABLE_THREAD_STORAGE_SYNC missing syncs between the
-    threads of one role are looked for.  auto_sync overrides that; auto_fence=False takes TileLang's InjectFenceProxy away.
-    blocks(block index) -> bool picks CTAs.  progress(done, total) is called after each CTA.
-    workers: processes the CTAs are spread over.
-    Raises KernelFault (its .report holds everything found), UnsupportedOperation, TypeError / ValueError for arguments.
+    check: groups of findings, joined by commas; None runs without the detector (bounds are still
+    enforced). raise_on_issue: raise the typed error of the first kind found (DeadlockError and
+    UnsupportedOperation always are). pass_configs: those the kernel is compiled with; with
+    TL_DISABLE_THREAD_STORAGE_SYNC missing syncs between the threads of one role are looked for.
+    auto_sync overrides that; auto_fence=False takes TileLang's InjectFenceProxy away. blocks(block
+    index) -> bool picks CTAs.  progress(done, total) is called after each CTA. workers: processes
+    the CTAs are spread over. Raises KernelFault (its .report holds everything found),
+    UnsupportedOperation, TypeError / ValueError for arguments.
     """
-    program = prim_func if isinstance(prim_func, Program) else Program(prim_func, role_names=role_names)
+    program = (
+        prim_func if isinstance(prim_func, Program) else Program(prim_func, role_names=role_names)
+    )
     if auto_sync is None:
         auto_sync = not disables_thread_sync(pass_configs or {})
     options = Options(parse_checks(check) | {"bounds", "deadlock"}, auto_fence, auto_sync)
@@ -65,7 +69,8 @@ def emulate(
 
 
 def disables_thread_sync(pass_configs: Mapping) -> bool:
-    """Is TileLang's ThreadSync switched off in these pass configs (keys: PassConfigKey or strings)?"""
+    """Is TileLang's ThreadSync switched off in these pass configs (keys: PassConfigKey or
+    strings)?"""
     for key, value in pass_configs.items():
         if str(getattr(key, "value", key)).lower() == NO_THREAD_SYNC and value:
             return True

@@ -1,4 +1,6 @@
-"""mbarriers and named barriers: pending count, transaction bytes, phase, and the clocks they carry from arrivals to waits."""
+"""mbarriers and named barriers: pending count, transaction bytes, phase, and the clocks they carry
+from arrivals to waits.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ class Barrier:
     """An mbarrier, or a named barrier (name starts with "named").
 
     phase is the number of completed phases; count and pending are in threads, outstanding in bytes.
-    incoming and released are [2, CLOCKS]: what the arrivals of this phase publish, and what a wait acquires
-    (row 0 all accesses, row 1 those that passed a proxy fence).
+    incoming and released are [2, CLOCKS]: what the arrivals of this phase publish, and what a wait
+    acquires (row 0 all accesses, row 1 those that passed a proxy fence).
     """
 
     def __init__(self, name: str, count: int, issue: Callable):
@@ -44,7 +46,8 @@ class Barrier:
     def observe(self, role: Role) -> None:
         """A wait saw the last phase complete: the role acquires it.
 
-        Before the next phase completes, every observer must be known to be through, or the parity can alias.
+        Before the next phase completes, every observer must be known to be through, or the parity
+        can alias.
         """
         self.observers.append((role, int(role.all[role.reads]), role.where()))
         role.acquire(self.released)
@@ -54,14 +57,17 @@ class Barrier:
         self.arrivals.append((role.name, threads))
         while threads:
             if self.pending == 0:
-                text = f"{self.name}: arrival beyond the count {self.count} while {self.outstanding} bytes are outstanding"
+                text = (
+                    f"{self.name}: arrival beyond the count {self.count} "
+                    f"while {self.outstanding} bytes are outstanding"
+                )
                 self.issue(role, "barrier", text, self.name)
                 return
             taken = min(threads, self.pending)
             if taken < threads:
                 text = (
-                    f"{self.name} (count {self.count}): {threads} threads arrive where {taken} are missing; "
-                    f"{threads - taken} count for the next phase"
+                    f"{self.name} (count {self.count}): {threads} threads arrive "
+                    f"where {taken} are missing; {threads - taken} count for the next phase"
                 )
                 self.issue(role, "barrier", text, self.name)
             self.pending -= taken
@@ -83,8 +89,8 @@ class Barrier:
         for role, time, where in self.observers:
             if self.incoming[0, role.reads] < time:
                 text = (
-                    f"{self.name}: phase {self.phase} can complete before the wait of {role.name} at {where} "
-                    f"has seen phase {self.phase - 1}"
+                    f"{self.name}: phase {self.phase} can complete before the wait of {role.name} "
+                    f"at {where} has seen phase {self.phase - 1}"
                 )
                 self.issue(role, "lap", text, self.name)
         self.observers = []
@@ -101,6 +107,6 @@ class Barrier:
     def __str__(self) -> str:
         got = ", ".join(f"{n} of {name}" for name, n in self.arrivals) or "nothing"
         return (
-            f"{self.name} (phase {self.phase}, {self.count - self.pending}/{self.count} arrived: {got}; "
-            f"{self.outstanding} bytes outstanding)"
+            f"{self.name} (phase {self.phase}, {self.count - self.pending}/{self.count} arrived: "
+            f"{got}; {self.outstanding} bytes outstanding)"
         )

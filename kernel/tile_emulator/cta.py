@@ -41,9 +41,13 @@ class Load(NamedTuple):
 class Cta:
     """Run-time state shared by the roles of one thread block."""
 
-    def __init__(self, number: int, block: tuple[int, ...], report: Report, options: Options, trace=None):
+    def __init__(
+        self, number: int, block: tuple[int, ...], report: Report, options: Options, trace=None
+    ):
         self.number, self.block, self.report, self.options = number, block, report, options
-        self.detector = Detector(self.issue, "race" in options.checks, "init" in options.checks, options.auto_sync)
+        self.detector = Detector(
+            self.issue, "race" in options.checks, "init" in options.checks, options.auto_sync
+        )
         self.barriers: dict[int, list[Barrier]] = {}
         self.named: dict[int, Barrier] = {}
         self.in_flight: list[Callable] = []
@@ -51,14 +55,20 @@ class Cta:
         self.trace = trace
         self.roles: list[Role] = []
 
-    def issue(self, role: Role | None, kind: str, text: str, *key, buffer: str = "") -> None:
+    def issue(self, role: Role | None, kind: str, text: str, *key) -> None:
+        """Record a finding.  key tells findings of one line apart; its first entry is the buffer or
+        barrier.
+        """
         if KINDS[kind][0] in self.options.checks:
             name, where = (role.name, role.where()) if role else ("-", "end")
-            self.report.add(Issue(kind, self.block, name, where, text, buffer), key or (text,))
+            subject = key[0] if key and isinstance(key[0], str) else ""
+            self.report.add(Issue(kind, self.block, name, where, text, subject), key or (text,))
 
     def make_barriers(self, specs: dict[int, tuple[str, Sequence[int]]]) -> None:
         for key, (name, counts) in specs.items():
-            self.barriers[key] = [Barrier(f"{name}[{i}]", n, self.issue) for i, n in enumerate(counts)]
+            self.barriers[key] = [
+                Barrier(f"{name}[{i}]", n, self.issue) for i, n in enumerate(counts)
+            ]
 
     def named_barrier(self, ident: int, count: int, role: Role) -> Barrier:
         barrier = self.named.get(ident)
@@ -68,7 +78,7 @@ class Cta:
             if not barrier.half_used:
                 barrier.count = barrier.pending = count
             else:
-                text = f"{barrier.name} is in use with {barrier.count} threads and is now used with {count}"
+                text = f"{barrier.name} is in use with {barrier.count} threads, now with {count}"
                 self.issue(role, "barrier", text, ident)
         return barrier
 
@@ -108,13 +118,22 @@ class Cta:
             if role.groups:
                 self.issue(role, "wgmma", f"ends with {len(role.groups)} outstanding wgmma", "end")
             if role.stores:
-                self.issue(role, "async", f"ends with {len(role.stores)} TMA stores not waited for", "end")
+                self.issue(
+                    role, "async", f"ends with {len(role.stores)} TMA stores not waited for", "end"
+                )
         for load in self.loads:
             if not any(role.all[load.clock] >= load.time for role in roles):
-                self.issue(None, "async", f"nobody waits for the TMA load of {load.what}", load.what)
+                self.issue(
+                    None, "async", f"nobody waits for the TMA load of {load.what}", load.what
+                )
         for barrier in self.all_barriers():
             if barrier.outstanding:
-                self.issue(None, "barrier", f"bytes are expected that no load brings: {barrier}", barrier.name)
+                self.issue(
+                    None,
+                    "barrier",
+                    f"bytes are expected that no load brings: {barrier}",
+                    barrier.name,
+                )
             elif barrier.half_used:
                 self.report.note(f"CTA {self.block}: left half used at the end: {barrier}")
         self.report.ctas += 1
@@ -123,10 +142,16 @@ class Cta:
         lines = [f"CTA {self.block}: deadlock, {len(blocked)} role(s) blocked:"]
         for role in blocked:
             wait = role.wait
-            what = f"parity {wait.parity}" if wait.parity is not None else f"the end of phase {wait.phase}"
-            missing = wait.barrier.pending
-            lines.append(f"  {role.name} at {role.where()} waits for {what} of {wait.barrier}; {missing} missing")
+            what = (
+                f"parity {wait.parity}"
+                if wait.parity is not None
+                else f"the end of phase {wait.phase}"
+            )
+            barrier = f"{wait.barrier}; {wait.barrier.pending} missing"
+            lines.append(f"  {role.name} at {role.where()} waits for {what} of {barrier}")
         text = "\n".join(lines)
         first = blocked[0]
-        self.report.add(Issue("deadlock", self.block, first.name, first.where(), text), ("deadlock",))
+        self.report.add(
+            Issue("deadlock", self.block, first.name, first.where(), text), ("deadlock",)
+        )
         return text

@@ -1,9 +1,10 @@
 """Happens-before detector of one CTA.
 
-Every role owns three components of the vector clocks (its stores, its loads, its wgmma pipe), every TMA load of a barrier
-phase and every queue of TMA stores one more.  A shared element remembers the access that wrote it last and the last
-access of every clock that read it; a new access must come after those in the role's clocks.  Accesses through the
-async proxy to ordinarily written data must come after them in ``fenced``, too.
+Every role owns three components of the vector clocks (its stores, its loads, its wgmma pipe), every
+TMA load of a barrier phase and every queue of TMA stores one more.  A shared element remembers the
+access that wrote it last and the last access of every clock that read it; a new access must come
+after those in the role's clocks.  Accesses through the async proxy to ordinarily written data must
+come after them in ``fenced``, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from .role import WARP, Role
 class Access(NamedTuple):
     """One executed access, stamped by clock and time.
 
-    partner: what it was exchanged with (a register tile, a nest's extents), if the layout may be the same.
+    partner: what it was exchanged with (a register tile, a nest's extents), if the layout may be
+    the same.
     """
 
     clock: int
@@ -89,7 +91,16 @@ class Detector:
         return len(self.log) - 1
 
     # ---- shared memory ----
-    def read(self, role: Role, tile: Tile, index, is_async=False, stamp: Stamp | None = None, lanes=None, partner=None):
+    def read(
+        self,
+        role: Role,
+        tile: Tile,
+        index,
+        is_async=False,
+        stamp: Stamp | None = None,
+        lanes=None,
+        partner=None,
+    ):
         """A read of tile[index]; lanes: the reading thread per element, where known."""
         if not self.on:
             return
@@ -104,7 +115,16 @@ class Detector:
         last[index] = self.record(role, stamp, is_async, "read", partner)
         tile.reader_lane = self.note_lanes(tile, tile.reader_lane, index, lanes)
 
-    def write(self, role: Role, tile: Tile, index, is_async=False, stamp: Stamp | None = None, lanes=None, partner=None):
+    def write(
+        self,
+        role: Role,
+        tile: Tile,
+        index,
+        is_async=False,
+        stamp: Stamp | None = None,
+        lanes=None,
+        partner=None,
+    ):
         """A write of tile[index]; to be called before the data change."""
         if not is_async:
             role.unfenced = role.unsynced = True
@@ -120,7 +140,9 @@ class Detector:
 
     @staticmethod
     def note_lanes(tile: Tile, known: np.ndarray | None, index, lanes) -> np.ndarray | None:
-        """Remember the thread per element; -1 for tile operations, made only once a thread-level access was seen."""
+        """Remember the thread per element; -1 for tile operations, made only once a thread-level
+        access was seen.
+        """
         if known is None:
             if lanes is None:
                 return None
@@ -128,27 +150,44 @@ class Detector:
         known[index] = -1 if lanes is None else lanes
         return known
 
-    def check_after_writes(self, role: Role, tile: Tile, index, is_async: bool, verb: str, lanes, partner) -> None:
+    def check_after_writes(
+        self, role: Role, tile: Tile, index, is_async: bool, verb: str, lanes, partner
+    ) -> None:
         for number in distinct(tile.last_write[index]):
             if number == 0:
                 if verb == "read" and self.init:
-                    self.issue(role, "init", f"reads {tile.name}, which nothing has written", tile.name)
+                    self.issue(
+                        role, "init", f"reads {tile.name}, which nothing has written", tile.name
+                    )
                 continue
             if not self.races:
                 continue
             last = self.log[number]
             if role.all[last.clock] < last.time:
                 self.issue(
-                    role, "race", f"{verb}s {tile.name}, not ordered after the {last}", tile.name, last.line
+                    role,
+                    "race",
+                    f"{verb}s {tile.name}, not ordered after the {last}",
+                    tile.name,
+                    last.line,
                 )
             elif last.clock == role.writes and not self.auto_sync:
                 self.check_in_role(role, tile, index, number, last, is_async, verb, lanes, partner)
-            if is_async and not last.is_async and role.fenced[last.clock] < last.time <= role.all[last.clock]:
+            if (
+                is_async
+                and not last.is_async
+                and role.fenced[last.clock] < last.time <= role.all[last.clock]
+            ):
                 self.issue(
-                    role, "fence", f"async {verb} of {tile.name} without fence.proxy.async after the {last}", tile.name
+                    role,
+                    "fence",
+                    f"async {verb} of {tile.name} without fence.proxy.async after the {last}",
+                    tile.name,
                 )
 
-    def check_after_reads(self, role: Role, tile: Tile, index, is_async: bool, lanes, partner) -> None:
+    def check_after_reads(
+        self, role: Role, tile: Tile, index, is_async: bool, lanes, partner
+    ) -> None:
         for clock, readers in tile.last_read.items():
             own = clock == role.reads
             if own and self.auto_sync:
@@ -161,13 +200,23 @@ class Detector:
                 last = self.log[number]
                 if role.all[clock] < last.time:
                     self.issue(
-                        role, "race", f"writes {tile.name}, not ordered after the {last}", tile.name, last.line
+                        role,
+                        "race",
+                        f"writes {tile.name}, not ordered after the {last}",
+                        tile.name,
+                        last.line,
                     )
                 elif own:
-                    self.check_in_role(role, tile, index, number, last, is_async, "write", lanes, partner)
+                    self.check_in_role(
+                        role, tile, index, number, last, is_async, "write", lanes, partner
+                    )
 
-    def check_in_role(self, role, tile, index, number, last: Access, is_async, verb, lanes, partner) -> None:
-        """Two threads of one role: a sync of the role (or of the warp that holds both) must lie between."""
+    def check_in_role(
+        self, role, tile, index, number, last: Access, is_async, verb, lanes, partner
+    ) -> None:
+        """Two threads of one role: a sync of the role (or of the warp that holds both) must lie
+        between.
+        """
         column = 0 if last.verb == "write" else 1
         if role.role_synced[column] >= last.time:
             return
@@ -178,15 +227,24 @@ class Detector:
             if lanes is not None and record is not None:
                 ids = tile.last_write if column == 0 else tile.last_read[role.reads]
                 here = np.broadcast_to(ids[index] == number, np.shape(lanes))
-                other, mine = np.broadcast_to(record[index], np.shape(lanes))[here], np.asarray(lanes)[here]
+                other, mine = (
+                    np.broadcast_to(record[index], np.shape(lanes))[here],
+                    np.asarray(lanes)[here],
+                )
                 if (other == mine).all():
                     return
-                same_warp = (other >= 0).all() and (role.threads[other] // WARP == role.threads[mine] // WARP).all()
+                same_warp = (other >= 0).all() and (
+                    role.threads[other] // WARP == role.threads[mine] // WARP
+                ).all()
                 if same_warp and role.warp_synced[column] >= last.time:
                     return
         what = f"async {verb}" if is_async else verb
         self.issue(
-            role, "sync", f"{what} of {tile.name}: no sync of this role's threads after the {last}", tile.name, last.line
+            role,
+            "sync",
+            f"{what} of {tile.name}: no sync of this role's threads after the {last}",
+            tile.name,
+            last.line,
         )
 
     # ---- registers and global memory ----
@@ -195,7 +253,10 @@ class Detector:
         use = role.busy.get(id(tile))
         if use and self.races and (use[0] == "write" or verb == "write"):
             self.issue(
-                role, "wgmma", f"{verb}s {tile.name} while a wgmma on it is outstanding (wait_wgmma missing)", tile.name
+                role,
+                "wgmma",
+                f"{verb}s {tile.name} while a wgmma on it is outstanding (wait_wgmma missing)",
+                tile.name,
             )
 
     def global_write(self, role: Role, tile: Tile, index, cta_number: int) -> None:
@@ -205,6 +266,9 @@ class Detector:
         for other in distinct(tile.owner[index]):
             if other and other != cta_number + 1:
                 self.issue(
-                    role, "overlap", f"writes elements of {tile.name} that CTA number {other - 1} has written", tile.name
+                    role,
+                    "overlap",
+                    f"writes elements of {tile.name} that CTA number {other - 1} has written",
+                    tile.name,
                 )
         tile.owner[index] = cta_number + 1

@@ -1,4 +1,6 @@
-"""Storage of TIR dtypes in numpy.  16-bit and 8-bit floats live in float32 arrays and are rounded when stored or cast."""
+"""Storage of TIR dtypes in numpy.  16-bit and 8-bit floats live in float32 arrays and are rounded
+when stored or cast.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Typed errors of the emulator.  Every error that ends a run carries the report of what was found until then."""
+"""Typed errors of the emulator.  Every error that ends a run carries the report of what was found
+until then.
+"""
 
 from __future__ import annotations
 

@@ -42,16 +42,22 @@ def larger(a, b):
 
 
 BINARY = {
-    "Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": truncated_div, "Mod": truncated_mod,
+    "Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": truncated_div, "Mod":
+    truncated_mod,
     "FloorDiv": operator.floordiv, "FloorMod": operator.mod, "Min": smaller, "Max": larger,
-    "EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
+    "EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt,
+    "GE": operator.ge,
 }  # fmt: skip
 ONE = np.float32(1)
 FUNCTIONS = {
-    "exp": np.exp, "exp2": np.exp2, "exp10": lambda x: np.power(np.float32(10), x), "log": np.log, "log2": np.log2,
-    "log10": np.log10, "log1p": np.log1p, "sqrt": np.sqrt, "rsqrt": lambda x: ONE / np.sqrt(x), "tanh": np.tanh,
-    "sin": np.sin, "cos": np.cos, "fabs": np.abs, "abs": np.abs, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc,
-    "round": np.rint, "nearbyint": np.rint, "sigmoid": lambda x: ONE / (ONE + np.exp(-x)), "pow": np.power,
+    "exp": np.exp, "exp2": np.exp2, "exp10": lambda x: np.power(np.float32(10), x), "log": np.log,
+    "log2": np.log2,
+    "log10": np.log10, "log1p": np.log1p, "sqrt": np.sqrt, "rsqrt": lambda x: ONE / np.sqrt(x),
+    "tanh": np.tanh,
+    "sin": np.sin, "cos": np.cos, "fabs": np.abs, "abs": np.abs, "floor": np.floor, "ceil": np.ceil,
+    "trunc": np.trunc,
+    "round": np.rint, "nearbyint": np.rint, "sigmoid": lambda x: ONE / (ONE + np.exp(-x)), "pow":
+    np.power,
     "fma": lambda a, b, c: a * b + c, "isnan": np.isnan, "isinf": np.isinf, "isfinite": np.isfinite,
     "bitwise_and": operator.and_, "bitwise_or": operator.or_, "bitwise_xor": operator.xor,
     "bitwise_not": operator.invert, "shift_left": operator.lshift, "shift_right": operator.rshift,
@@ -85,7 +91,11 @@ class Expressions:
         return lambda role: value
 
     def compile_FloatImm(self, e) -> Closure:
-        value = np.float64(e.value) if str(e.dtype) == "float64" else rounded(np.float32(e.value), str(e.dtype))
+        value = (
+            np.float64(e.value)
+            if str(e.dtype) == "float64"
+            else rounded(np.float32(e.value), str(e.dtype))
+        )
         return lambda role: value
 
     def compile_StringImm(self, e) -> Closure:
@@ -195,7 +205,9 @@ class Expressions:
         return lambda role: np.float32(np.inf)
 
     def shuffle(self, e, source: Callable) -> Closure:
-        """Warp shuffle (mask, value, argument, width): source(lane, argument, width) is the lane read from."""
+        """Warp shuffle (mask, value, argument, width): source(lane, argument, width) is the lane
+        read from.
+        """
         value, argument, width = (self.compile(x) for x in e.args[1:4])
 
         def run(role):
@@ -203,10 +215,16 @@ class Expressions:
             position = np.full(int(role.threads.max()) + WARP, -1)
             position[threads] = np.arange(len(threads))
             lane = threads % WARP
-            wanted = source(lane, np.broadcast_to(argument(role), threads.shape), int(uniform(role, width(role))))
+            wanted = source(
+                lane,
+                np.broadcast_to(argument(role), threads.shape),
+                int(uniform(role, width(role))),
+            )
             at = position[threads - lane + wanted]
             if (at < 0).any():
-                raise UnsupportedOperation("shuffle from a thread that is not active", where=role.where())
+                raise UnsupportedOperation(
+                    "shuffle from a thread that is not active", where=role.where()
+                )
             if role.cta is not None:
                 role.converge()
             return np.broadcast_to(value(role), threads.shape)[at]
@@ -217,22 +235,35 @@ class Expressions:
         return self.shuffle(e, lambda lane, source, width: lane // width * width + source % width)
 
     def call_shfl_up_sync(self, e) -> Closure:
-        return self.shuffle(e, lambda lane, delta, width: np.where(lane % width >= delta, lane - delta, lane))
+        return self.shuffle(
+            e, lambda lane, delta, width: np.where(lane % width >= delta, lane - delta, lane)
+        )
 
     def call_shfl_down_sync(self, e) -> Closure:
-        return self.shuffle(e, lambda lane, delta, width: np.where(lane % width + delta < width, lane + delta, lane))
+        return self.shuffle(
+            e, lambda lane, delta, width: np.where(lane % width + delta < width, lane + delta, lane)
+        )
 
     def call_shfl_xor_sync(self, e) -> Closure:
-        return self.shuffle(e, lambda lane, mask, width: np.where((lane ^ mask) // width == lane // width, lane ^ mask, lane))
+        return self.shuffle(
+            e,
+            lambda lane, mask, width: np.where(
+                (lane ^ mask) // width == lane // width, lane ^ mask, lane
+            ),
+        )
 
     # ---- buffers ----
     def spec_of(self, buffer) -> BufferSpec:
-        """The allocation a buffer names.  Raises UnsupportedOperation for a view with another dtype."""
+        """The allocation a buffer names.  Raises UnsupportedOperation for a view with another
+        dtype.
+        """
         spec = self.scope.buffers.get(hash(buffer.data))
         if spec is None:
             raise UnsupportedOperation(f"buffer {buffer.name}: its allocation was not seen")
         if spec.scope != "global" and str(buffer.dtype) != spec.dtype:
-            raise UnsupportedOperation(f"buffer {buffer.name}: a view of {spec.name} with another dtype")
+            raise UnsupportedOperation(
+                f"buffer {buffer.name}: a view of {spec.name} with another dtype"
+            )
         return spec
 
     def index(self, buffer, indices) -> Callable[[Role, tuple], Where]:
@@ -276,7 +307,9 @@ class Expressions:
                 where = (lanes, *where)
             x = local.arr[where]
             if local.ready is not None and not np.all(local.ready[where]):
-                role.cta.issue(role, "init", f"reads {local.name}, which nothing has written", local.name)
+                role.cta.issue(
+                    role, "init", f"reads {local.name}, which nothing has written", local.name
+                )
             if at.axes:
                 return to_nest(x, at.axes, len(role.extents))
             if nested and local.per_thread:
@@ -287,8 +320,11 @@ class Expressions:
 
 
 def raise_layout_question(role: Role, local: Local) -> None:
-    text = f"{local.name}: a per-thread array indexed by a T.Parallel variable (the layout decides who owns an element)"
-    raise UnsupportedOperation(text, where=role.where())
+    raise UnsupportedOperation(
+        f"{local.name}: a per-thread array indexed by a T.Parallel variable "
+        "(the layout decides who owns an element)",
+        where=role.where(),
+    )
 
 
 def to_nest(x: np.ndarray, axes: tuple[int, ...], rank: int) -> np.ndarray:
@@ -314,4 +350,3 @@ def touch_read(role: Role, tile: Tile, at: Where, partner) -> None:
 def check_ready(role: Role, tile: Tile, key) -> None:
     if tile.ready is not True and not np.all(tile.ready[key]):
         role.cta.issue(role, "init", f"reads {tile.name}, which nothing has written", tile.name)
-

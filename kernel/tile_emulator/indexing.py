@@ -1,4 +1,6 @@
-"""Buffer indices: slices where every index is a scalar or [scalar +] one variable of the parallel nest, else index arrays."""
+"""Buffer indices: slices where every index is a scalar or [scalar +] one variable of the parallel
+nest, else index arrays.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ if TYPE_CHECKING:
 class Where(NamedTuple):
     """An evaluated index.
 
-    key indexes the array.  axes: nest axis of each array axis that is left, when key holds slices (None: index arrays
-    or a single element).  lanes: position in the role of the thread of each element, for thread-level code.
+    key indexes the array.  axes: nest axis of each array axis that is left, when key holds slices
+    (None: index arrays or a single element).  lanes: position in the role of the thread of each
+    element, for thread-level code.
     """
 
     key: tuple
@@ -31,9 +34,21 @@ def clip(role: Role, name: str, arrays: list, shape) -> list:
     """Report indices outside the buffer and pull them inside."""
     out = []
     for axis, (x, n) in enumerate(zip(arrays, shape, strict=True)):
-        low, high = (int(x.min()), int(x.max())) if is_array(x) and x.size else (int(x), int(x)) if not is_array(x) else (0, 0)
+        low, high = (
+            (int(x.min()), int(x.max()))
+            if is_array(x) and x.size
+            else (int(x), int(x))
+            if not is_array(x)
+            else (0, 0)
+        )
         if low < 0 or high >= n:
-            role.cta.issue(role, "bounds", f"{name}: index {low}..{high} of axis {axis} is outside 0..{n - 1}", name, axis)
+            role.cta.issue(
+                role,
+                "bounds",
+                f"{name}: index {low}..{high} of axis {axis} is outside 0..{n - 1}",
+                name,
+                axis,
+            )
             x = np.clip(x, 0, n - 1)
             x = x if is_array(x) else int(x)
         out.append(x)
@@ -41,7 +56,8 @@ def clip(role: Role, name: str, arrays: list, shape) -> list:
 
 
 def split_linear(e, scope, compile_: Callable) -> tuple[int | None, list] | None:
-    """e as (nest variable or None, [(sign, scalar closure)...]); None when e is not of that form."""
+    """e as (nest variable or None, [(sign, scalar closure)...]); None when e is not of that
+    form."""
     if not scope.in_nest(e):
         return None, [(1, compile_(e))]
     if hash(e) in scope.parallel and scope.parallel[hash(e)] is not None:
@@ -59,7 +75,10 @@ def split_linear(e, scope, compile_: Callable) -> tuple[int | None, list] | None
 
 def fits(plan, shape) -> bool:
     """Is the index the nest's variables alone, inside the buffer whatever they are?"""
-    return all(extent is not None and not offsets and extent <= n for (extent, offsets), n in zip(plan, shape, strict=True))
+    return all(
+        extent is not None and not offsets and extent <= n
+        for (extent, offsets), n in zip(plan, shape, strict=True)
+    )
 
 
 def compile_nest_index(
@@ -73,7 +92,9 @@ def compile_nest_index(
     if all(part is not None for part in parts):
         axes = [scope.parallel[variable][0] for variable, _ in parts if variable is not None]
         if len(set(axes)) == len(axes):
-            plan = [(scope.parallel[v][1] if v is not None else None, offsets) for v, offsets in parts]
+            plan = [
+                (scope.parallel[v][1] if v is not None else None, offsets) for v, offsets in parts
+            ]
             axes = tuple(axes)
 
     def slices(role: Role, shape) -> tuple | None:

@@ -1,7 +1,7 @@
 """Values that differ between the threads of a role, and between the elements of a T.Parallel nest.
 
-Outside a nest a value is a scalar or one number per active thread; inside, a scalar or an array that broadcasts to the
-nest's extents.
+Outside a nest a value is a scalar or one number per active thread; inside, a scalar or an array
+that broadcasts to the nest's extents.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ def uniform(role: Role, x, what: str = "value"):
         return x
     first = x.flat[0]
     if not (x == first).all() and not (np.isnan(first) and np.isnan(x).all()):
-        raise UnsupportedOperation(f"{what} differs between the threads of {role.name}", where=role.where())
+        raise UnsupportedOperation(
+            f"{what} differs between the threads of {role.name}", where=role.where()
+        )
     return first.item() if x.dtype.kind in "iub" else first
 
 
 def in_nest(role: Role, x, what: str = "value"):
-    """A per-thread value inside a T.Parallel nest: the scalar the threads agree on, or one value per element.
+    """A per-thread value inside a T.Parallel nest: the scalar the threads agree on, or one value
+    per element.
 
     Raises UnsupportedOperation when the threads differ and it is not known who owns which element.
     """
@@ -49,8 +52,8 @@ def in_nest(role: Role, x, what: str = "value"):
     spread = role.owner.spread(role, x) if role.owner is not None else None
     if spread is None:
         raise UnsupportedOperation(
-            f"{what} differs between the threads of {role.name} inside T.Parallel, and the layout that says which "
-            "thread owns which element is not known",
+            f"{what} differs between the threads of {role.name} inside T.Parallel, and the layout "
+            "that says which thread owns which element is not known",
             where=role.where(),
         )
     return spread

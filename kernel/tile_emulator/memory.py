@@ -11,7 +11,9 @@ from .dtypes import storage
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """An allocation of the kernel.  key is the hash of its data Var; scope is TileLang's scope string."""
+    """An allocation of the kernel.  key is the hash of its data Var; scope is TileLang's scope
+    string.
+    """
 
     key: int
     name: str
@@ -31,17 +33,27 @@ class BufferSpec:
 class Tile:
     """A buffer with one value per element: global, shared or register tile of a role.
 
-    last_write [shape] int32 holds the id of the access that wrote each element (0: nobody), last_read the same per
-    clock; writer_lane the thread inside the role.  They exist for shared tiles under the detector only.
-    ready is True once every element has been written, else a bool mask (fragments under the init check).
+    last_write [shape] int32 holds the id of the access that wrote each element (0: nobody),
+    last_read the same per clock; writer_lane the thread inside the role.  They exist for shared
+    tiles under the detector only. ready is True once every element has been written, else a bool
+    mask (fragments under the init check).
     """
 
     __slots__ = (
-        "name", "arr", "dtype", "scope", "last_write", "last_read", "writer_lane", "reader_lane", "ready", "owner",
+        "name", "arr", "dtype", "scope", "last_write", "last_read", "writer_lane", "reader_lane",
+        "ready", "owner",
         "tracked", "is_global",
     )  # fmt: skip
 
-    def __init__(self, name: str, arr: np.ndarray, dtype: str, scope: str, tracked: bool = False, init: bool = False):
+    def __init__(
+        self,
+        name: str,
+        arr: np.ndarray,
+        dtype: str,
+        scope: str,
+        tracked: bool = False,
+        init: bool = False,
+    ):
         self.name, self.arr, self.dtype, self.scope = name, arr, dtype, scope
         self.tracked = tracked
         self.is_global = scope == "global"
@@ -56,7 +68,9 @@ class Tile:
     def allocate(spec: BufferSpec, tracked: bool, init: bool) -> Tile:
         dtype = storage(spec.dtype)
         poison = np.nan if dtype.kind == "f" else 0
-        return Tile(spec.name, np.full(spec.shape, poison, dtype), spec.dtype, spec.scope, tracked, init)
+        return Tile(
+            spec.name, np.full(spec.shape, poison, dtype), spec.dtype, spec.scope, tracked, init
+        )
 
     def mark_ready(self, index) -> None:
         if self.ready is not True:
@@ -68,8 +82,8 @@ class Tile:
 class Local:
     """A per-thread buffer of a role of ``width`` threads.
 
-    While every thread holds the same values the array has the buffer's shape; the first store that differs between
-    threads turns it into [width, *shape].
+    While every thread holds the same values the array has the buffer's shape; the first store that
+    differs between threads turns it into [width, *shape].
     """
 
     __slots__ = ("name", "arr", "dtype", "width", "per_thread", "ready")
@@ -90,7 +104,8 @@ class Local:
             self.per_thread = True
 
     def gather(self) -> None:
-        """Back to one shared copy (after every thread stored one value into a one-element buffer)."""
+        """Back to one shared copy (after every thread stored one value into a one-element
+        buffer)."""
         self.arr, self.per_thread = self.arr[0].copy(), False
         if self.ready is not None:
             self.ready = self.ready[0].copy()

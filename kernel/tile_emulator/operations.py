@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from . import sync_operations, tile_operations  # noqa: F401
 from .registry import OPERATIONS
-from .tir import PARALLEL, kind, op_name, visit
+from .tir import PARALLEL, is_op, kind, op_name, visit
 
 IGNORED = frozenset({
-    "set_max_nreg", "no_set_max_nreg", "warpgroup_fence_operand", "warpgroup_arrive", "warpgroup_commit_batch",
+    "set_max_nreg", "no_set_max_nreg", "warpgroup_fence_operand", "warpgroup_arrive",
+    "warpgroup_commit_batch",
     "annotate_producer_reg_dealloc", "annotate_consumer_reg_alloc", "tma_store_arrive",
     "fence_barrier_init", "pdl_sync", "pdl_trigger",
 })  # fmt: skip
 SPLITTING = frozenset({
-    "mbarrier_wait_parity", "tvm_storage_sync", "copy", "gemm", "wgmma_gemm", "fill", "reduce", "cumsum", "transpose",
+    "mbarrier_wait_parity", "tvm_storage_sync", "copy", "gemm", "wgmma_gemm", "fill", "reduce",
+    "cumsum", "transpose",
 })  # fmt: skip
 
 
@@ -26,7 +28,8 @@ def blocks_or_is_tile_operation(body) -> bool:
     found = []
 
     def look(node):
-        if (kind(node) == "For" and int(node.kind) == PARALLEL) or (kind(node) == "Call" and hasattr(node.op, "name") and op_name(node) in SPLITTING):
+        nest = kind(node) == "For" and int(node.kind) == PARALLEL
+        if nest or (kind(node) == "Call" and is_op(node) and op_name(node) in SPLITTING):
             found.append(node)
 
     visit(body, look)

@@ -1,7 +1,8 @@
 """Which thread holds an element of a matrix product's accumulator.
 
-Needed only where threads of one role differ inside a T.Parallel nest over it: a branch that some of its warps take, or
-a per-thread value. Every other layout is TileLang's own business and not modelled.
+Needed only where threads of one role differ inside a T.Parallel nest over it: a branch that some of
+its warps take, or a per-thread value. Every other layout is TileLang's own business and not
+modelled.
 """
 
 from __future__ import annotations
@@ -34,20 +35,26 @@ class Accumulator:
 
 
 def accumulator_thread(row, column):
-    """Thread of its warp groups that holds an element of a WGMMA accumulator (PTX ISA, wgmma .m64nNk16 D fragment)."""
+    """Thread of its warp groups that holds an element of a WGMMA accumulator (PTX ISA, wgmma
+    .m64nNk16 D fragment).
+    """
     group, inside = row // WARP_GROUP_ROWS, row % WARP_GROUP_ROWS
     return group * WARP_GROUP + inside // 16 * WARP + inside % 8 * 4 + column % 8 // 2
 
 
 @dataclass(frozen=True)
 class NestOwner:
-    """The accumulators a nest touches, with the indices it uses: [(buffer key, row closure, column closure)]."""
+    """The accumulators a nest touches, with the indices it uses: [(buffer key, row closure, column
+    closure)].
+    """
 
     touched: tuple[tuple[int, Callable, Callable], ...]
     accumulators: dict[int, Accumulator]
 
     def positions(self, role: Role) -> np.ndarray | None:
-        """Position in the role of the thread of each element of the current nest; None when no layout is known."""
+        """Position in the role of the thread of each element of the current nest; None when no
+        layout is known.
+        """
         for key, row, column in self.touched:
             accumulator = self.accumulators.get(key)
             if accumulator is not None and accumulator.known_for(role.width):

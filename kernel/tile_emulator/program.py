@@ -16,12 +16,16 @@ from .role import Role
 from .scheduler import Schedule
 from .statements import Compiler, Edit, find_roles
 from .tensors import check_tensor, shared_array, working_copy, write_back
-from .tir import kind, unwrap, visit
+from .tir import int_of, is_op, kind, op_name, unwrap, visit
+
+WRITES = 2  # bit of an access mask
 
 
 @dataclass
 class Launch:
-    """Tensors bound to a program: variables hold symbolic sizes and scalar parameters, blocks every CTA's index."""
+    """Tensors bound to a program: variables hold symbolic sizes and scalar parameters, blocks every
+    CTA's index.
+    """
 
     variables: dict[int, object]
     tensors: dict[int, Tile]
@@ -30,17 +34,26 @@ class Launch:
 
 
 class Program:
-    """A PrimFunc compiled to closures.  role_names: names for thread ranges, e.g. {"state": (0, 128)}."""
+    """A PrimFunc compiled to closures.  role_names: names for thread ranges, e.g. {"state": (0,
+    128)}.
+    """
 
-    def __init__(self, prim_func, edit: Edit | None = None, role_names: dict[str, tuple[int, int]] | None = None):
+    def __init__(
+        self,
+        prim_func,
+        edit: Edit | None = None,
+        role_names: dict[str, tuple[int, int]] | None = None,
+    ):
         self.func = unwrap(prim_func)
         self.compiler = Compiler(edit)
         self.params = []
         for param in self.func.params:
-            buffer = self.func.buffer_map[param] if param in self.func.buffer_map else None
+            buffer = self.func.buffer_map.get(param, None)
             self.params.append((param, buffer))
             if buffer is not None:
-                spec = BufferSpec(hash(buffer.data), str(buffer.name), (), str(buffer.dtype), "global")
+                spec = BufferSpec(
+                    hash(buffer.data), str(buffer.name), (), str(buffer.dtype), "global"
+                )
                 self.compiler.scope.buffers[spec.key] = spec
         self.outputs = written_buffers(self.func)
         self.body = self.compiler.statement(self.func.body)
@@ -63,7 +76,9 @@ class Program:
         """
         if len(tensors) != len(self.params):
             names = ", ".join(str(b.name if b is not None else p.name) for p, b in self.params)
-            raise TypeError(f"{len(tensors)} arguments; the kernel takes {len(self.params)}: {names}")
+            raise TypeError(
+                f"{len(tensors)} arguments; the kernel takes {len(self.params)}: {names}"
+            )
         variables: dict[int, object] = {}
         bound: list[tuple[object, Tile, object]] = []
         for (param, buffer), tensor in zip(self.params, tensors, strict=True):
@@ -73,19 +88,31 @@ class Program:
             name, dtype = str(buffer.name), str(buffer.dtype)
             check_tensor(name, tensor, dtype)
             if len(tensor.shape) != len(buffer.shape):
-                raise ValueError(f"{name}: shape {tuple(tensor.shape)}; the kernel takes {len(buffer.shape)} dimensions")
+                rank = len(buffer.shape)
+                raise ValueError(
+                    f"{name}: shape {tuple(tensor.shape)}; the kernel takes {rank} dimensions"
+                )
             for size, n in zip(buffer.shape, tensor.shape, strict=True):
-                if kind(size) in ("Var", "SizeVar") and variables.setdefault(hash(size), int(n)) != n:
-                    raise ValueError(f"{name}: {size} is {variables[hash(size)]} in another tensor, {n} here")
+                if (
+                    kind(size) in ("Var", "SizeVar")
+                    and variables.setdefault(hash(size), int(n)) != n
+                ):
+                    raise ValueError(
+                        f"{name}: {size} is {variables[hash(size)]} in another tensor, {n} here"
+                    )
             bound.append((tensor, Tile(name, working_copy(tensor, dtype), dtype, "global"), buffer))
         host = Role(None, "host", np.arange(1), variables, {})
         for tensor, tile, buffer in bound:
             want = tuple(int(self.compiler.expression(size)(host)) for size in buffer.shape)
             if tuple(tensor.shape) != want:
-                raise ValueError(f"{tile.name}: shape {tuple(tensor.shape)}; the kernel takes {want}")
+                raise ValueError(
+                    f"{tile.name}: shape {tuple(tensor.shape)}; the kernel takes {want}"
+                )
         tiles = {hash(buffer.data): tile for _, tile, buffer in bound}
         sizes = [range(int(extent(host))) for _, extent in self.compiler.grid]
-        written = [(tensor, tile) for tensor, tile, buffer in bound if hash(buffer.data) in self.outputs]
+        written = [
+            (tensor, tile) for tensor, tile, buffer in bound if hash(buffer.data) in self.outputs
+        ]
         return Launch(variables, tiles, list(itertools.product(*sizes)), written)
 
     def track_outputs(self, launch: Launch) -> None:
@@ -103,7 +130,9 @@ class Program:
         progress: Callable[[int], None] | None = None,
         trace_of: Callable[[], object] | None = None,
     ) -> None:
-        """Run some CTAs, one after the other.  An EmulatorError that ends the run carries the report."""
+        """Run some CTAs, one after the other.  An EmulatorError that ends the run carries the
+        report.
+        """
         track, init = options.tracking, "init" in options.checks
         for number in numbers:
             block = launch.blocks[number]
@@ -111,7 +140,10 @@ class Program:
             cta = Cta(number, block, report, options, trace)
             shared = {spec.key: Tile.allocate(spec, track, False) for spec in self.compiler.shared}
             cta.make_barriers(self.compiler.barriers)
-            variables = {**launch.variables, **{k: i for (k, _), i in zip(self.compiler.grid, block, strict=True)}}
+            variables = {
+                **launch.variables,
+                **{k: i for (k, _), i in zip(self.compiler.grid, block, strict=True)},
+            }
             for name, threads in zip(self.roles, self.groups, strict=True):
                 buffers = {**launch.tensors, **shared}
                 for spec in self.compiler.private:
@@ -121,7 +153,10 @@ class Program:
                         buffers[spec.key] = Tile.allocate(spec, False, init)
                 cta.roles.append(Role(cta, name, threads, dict(variables), buffers))
             cta.roles[0].leader = True
-            programs = [self.body.run(role) if self.body.blocking else run_plain(self.body, role) for role in cta.roles]
+            programs = [
+                self.body.run(role) if self.body.blocking else run_plain(self.body, role)
+                for role in cta.roles
+            ]
             try:
                 with np.errstate(all="ignore"):
                     cta.run(programs, Schedule(schedule, self.roles, number))
@@ -157,17 +192,12 @@ def written_buffers(func) -> set[int]:
     keys: set[int] = set()
 
     def look(node):
-        name = kind(node)
-        if name == "BufferStore":
+        if kind(node) == "BufferStore":
             keys.add(hash(node.buffer.data))
-        elif name == "Call":
-            for argument in node.args:
-                if kind(argument) == "Call" and str(getattr(argument.op, "name", "")).endswith("region"):
-                    if int(argument.args[1].value) & 2:
-                        keys.add(hash(argument.args[0].buffer.data))
-                elif kind(argument) == "Call" and str(getattr(argument.op, "name", "")).endswith("access_ptr"):
-                    if int(argument.args[2].value) & 2:
-                        keys.add(hash(argument.args[0].buffer.data))
+        elif kind(node) == "Call":
+            position = {"region": 1, "access_ptr": 2}.get(op_name(node) if is_op(node) else "")
+            if position is not None and int_of(node.args[position]) & WRITES:
+                keys.add(hash(node.args[0].buffer.data))
 
     visit(func.body, look)
     return keys

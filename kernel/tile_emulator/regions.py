@@ -49,7 +49,9 @@ def make_region(role: Role, tile: Tile, start: tuple[int, ...], extent: tuple[in
         key = tuple([slice(s, s + x) for s, x in zip(start, extent)])  # noqa: B905
         return Region(tile, start, extent, key, None)
     if not tile.is_global:
-        role.cta.issue(role, "bounds", f"{tile.name}: region {start} + {extent} is outside {shape}", tile.name)
+        role.cta.issue(
+            role, "bounds", f"{tile.name}: region {start} + {extent} is outside {shape}", tile.name
+        )
     low = [min(max(s, 0), n) for s, n in zip(start, shape, strict=True)]
     high = [max(min(s + x, n), a) for s, x, n, a in zip(start, extent, shape, low, strict=True)]
     key = tuple(slice(a, z) for a, z in zip(low, high, strict=True))
@@ -59,7 +61,9 @@ def make_region(role: Role, tile: Tile, start: tuple[int, ...], extent: tuple[in
 
 @dataclass(frozen=True)
 class RegionMaker:
-    """Compiled tl.region: call it with a role.  varying: closures of the starts that may differ between threads."""
+    """Compiled tl.region: call it with a role.  varying: closures of the starts that may differ
+    between threads.
+    """
 
     key: int
     starts: tuple[Callable, ...]
@@ -94,12 +98,26 @@ def compile_region(compiler, e) -> RegionMaker:
     sizes = [int_of(x) if kind(x) == "IntImm" else compiler.expression(x) for x in extents]
     sizes = [1] * (len(starts) - len(sizes)) + sizes
     fixed = None
-    if spec.shape and all(kind(i) == "IntImm" for i in load.indices) and all(isinstance(n, int) for n in sizes):
+    if (
+        spec.shape
+        and all(kind(i) == "IntImm" for i in load.indices)
+        and all(isinstance(n, int) for n in sizes)
+    ):
         low = tuple(int_of(i) for i in load.indices)
         if all(s >= 0 and s + x <= n for s, x, n in zip(low, sizes, spec.shape, strict=True)):
-            fixed = low, tuple(sizes), tuple(slice(s, s + x) for s, x in zip(low, sizes, strict=True))
+            fixed = (
+                low,
+                tuple(sizes),
+                tuple(slice(s, s + x) for s, x in zip(low, sizes, strict=True)),
+            )
     return RegionMaker(
-        spec.key, tuple(starts), tuple(sizes), tuple(varying), spec.scope == "global", spec.is_shared, fixed
+        spec.key,
+        tuple(starts),
+        tuple(sizes),
+        tuple(varying),
+        spec.scope == "global",
+        spec.is_shared,
+        fixed,
     )
 
 
@@ -123,14 +141,18 @@ def fetch(role: Role, region: Region, is_async=False, stamp=None, partner=None) 
 def place(role: Role, region: Region, x: np.ndarray) -> np.ndarray:
     """Values for region.key, rounded to the tile's dtype."""
     if x.size != prod(region.extent):
-        raise UnsupportedOperation(f"copy of {x.shape} to a region of {region.extent}", where=role.where())
+        raise UnsupportedOperation(
+            f"copy of {x.shape} to a region of {region.extent}", where=role.where()
+        )
     if x.shape != region.extent:
         x = x.reshape(region.extent)
     return rounded(x if region.inside is None else x[region.inside], region.tile.dtype)
 
 
 def deposit(role: Role, region: Region, x: np.ndarray, common=False, partner=None) -> None:
-    """Ordinary stores of x [extent] to the region; the part over the edge of a global tensor is dropped."""
+    """Ordinary stores of x [extent] to the region; the part over the edge of a global tensor is
+    dropped.
+    """
     tile, cta = region.tile, role.cta
     if tile.is_global:
         cta.detector.global_write(role, tile, region.key, cta.number)
@@ -143,8 +165,12 @@ def deposit(role: Role, region: Region, x: np.ndarray, common=False, partner=Non
     tile.mark_ready(region.key)
 
 
-def once_per_place(role: Role, makers: tuple[RegionMaker, ...], scope: int | None, run: Callable) -> None:
-    """run(role) once for every group of ``scope`` threads and every distinct place their regions start at."""
+def once_per_place(
+    role: Role, makers: tuple[RegionMaker, ...], scope: int | None, run: Callable
+) -> None:
+    """run(role) once for every group of ``scope`` threads and every distinct place their regions
+    start at.
+    """
     varying = [f for maker in makers for f in maker.varying]
     if not varying and scope is None:
         run(role)
@@ -160,4 +186,3 @@ def once_per_place(role: Role, makers: tuple[RegionMaker, ...], scope: int | Non
         return
     for row in places:
         with_lanes(role, (rows == row).all(axis=1), run)
-

@@ -36,14 +36,16 @@ def parse_checks(check: str | None) -> frozenset[str]:
 
 @dataclass
 class Issue:
-    """One finding.  kind is a key of KINDS; count is how often it was met."""
+    """One finding.  kind is a key of KINDS; subject the buffer or barrier; count how often it was
+    met.
+    """
 
     kind: str
     cta: tuple[int, ...]
     role: str
     where: str
     text: str
-    buffer: str = ""
+    subject: str = ""
     count: int = 1
 
     def __str__(self) -> str:
@@ -55,8 +57,8 @@ class Issue:
 class Report:
     """Result of emulate().  ok is True when nothing was found.
 
-    notes are oddities that are no fault; written is the fraction of each output's elements that were stored;
-    timeline (timeline.Timeline) is there when asked for.
+    notes are oddities that are no fault; written is the fraction of each output's elements that
+    were stored; timeline (timeline.Timeline) is there when asked for.
     """
 
     schedule: str = ""

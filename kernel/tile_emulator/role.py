@@ -1,4 +1,6 @@
-"""A role: the threads of a CTA that run the same code, as one thread of execution with vector clocks."""
+"""A role: the threads of a CTA that run the same code, as one thread of execution with vector
+clocks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ WARP = 32
 
 @dataclass
 class Wait:
-    """What a blocked role waits for: the completion of a phase of this parity, or of a given phase number."""
+    """What a blocked role waits for: the completion of a phase of this parity, or of a given phase
+    number.
+    """
 
     barrier: Barrier
     parity: int | None = None
@@ -33,15 +37,18 @@ class Wait:
 class Role:
     """State of one role while its program runs.
 
-    threads [width] are thread numbers; lanes is None while all of them are active, else positions in threads.
-    extents is the iteration space of the T.Parallel nest being executed; masked says that the nest's variables are
-    1-D index lists (inside a conditional); owner (ownership.NestOwner) tells which thread holds which element.
-    all / fenced [CLOCKS]: accesses that happen before now, and the part that passed a fence.proxy.async.
-    writes, reads, wgmma are the role's own clocks; warp_synced / role_synced their values that a warp sync, or a sync
-    of the whole role, has published to the other threads of the role.
+    threads [width] are thread numbers; lanes is None while all of them are active, else positions
+    in threads. extents is the iteration space of the T.Parallel nest being executed; masked says
+    that the nest's variables are 1-D index lists (inside a conditional); owner
+    (ownership.NestOwner) tells which thread holds which element. all / fenced [CLOCKS]: accesses
+    that happen before now, and the part that passed a fence.proxy.async. writes, reads, wgmma are
+    the role's own clocks; warp_synced / role_synced their values that a warp sync, or a sync of the
+    whole role, has published to the other threads of the role.
     """
 
-    def __init__(self, cta: Cta | None, name: str, threads: np.ndarray, variables: dict, buffers: dict):
+    def __init__(
+        self, cta: Cta | None, name: str, threads: np.ndarray, variables: dict, buffers: dict
+    ):
         self.cta, self.name, self.threads = cta, name, threads
         self.width = len(threads)
         self.positions = np.arange(self.width)
@@ -134,7 +141,8 @@ class Role:
         self.unfenced = False
 
     def before_async(self) -> None:
-        """What TileLang inserts before an asynchronous operation: a sync of the role and a proxy fence.
+        """What TileLang inserts before an asynchronous operation: a sync of the role and a proxy
+        fence.
 
         Both only after an ordinary shared store of this role, and only where the options say so.
         """

@@ -12,9 +12,9 @@ HELP = "roundrobin, random:SEED, priority:SEED, delay:ROLE, hurry:ROLE (ROLE: na
 class Schedule:
     """Picks from the runnable units; the last unit is the TMA engine.
 
-    roundrobin: in turn, TMA loads in order.  random: any, seeded.  priority: a favoured unit runs as far as it can,
-    favours change now and then.  delay / hurry: one unit runs only when nothing else can / whenever it can.
-    Raises ValueError for another name or an unknown role.
+    roundrobin: in turn, TMA loads in order.  random: any, seeded.  priority: a favoured unit runs
+    as far as it can, favours change now and then.  delay / hurry: one unit runs only when nothing
+    else can / whenever it can. Raises ValueError for another name or an unknown role.
     """
 
     def __init__(self, name: str, roles: Sequence[str], salt: int = 0):
@@ -35,7 +35,9 @@ class Schedule:
             elif argument in units:
                 self.special = units.index(argument)
             else:
-                raise ValueError(f"schedule={name!r}: no role {argument!r}; roles are {', '.join(units)}")
+                raise ValueError(
+                    f"schedule={name!r}: no role {argument!r}; roles are {', '.join(units)}"
+                )
         elif name != "roundrobin":
             raise ValueError(f"schedule={name!r}: allowed are {HELP}")
 
@@ -59,6 +61,7 @@ class Schedule:
 
 
 def adversarial(roles: Sequence[str]) -> tuple[str, ...]:
-    """The schedules that delay each role, and the TMA engine, in turn, and those that hurry them."""
+    """The schedules that delay each role, and the TMA engine, in turn, and those that hurry
+    them."""
     units = [*roles, ENGINE]
     return tuple(f"delay:{unit}" for unit in units) + tuple(f"hurry:{unit}" for unit in units)

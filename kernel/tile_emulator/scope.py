@@ -8,17 +8,20 @@ from .memory import BufferSpec
 from .tir import calls, kind, op_name, uses, visit
 
 LANE_CALLS = frozenset({
-    "launch_thread_idx", "tl_shuffle_elect", "get_warp_idx_sync", "get_lane_idx", "shfl_sync", "shfl_up_sync",
+    "launch_thread_idx", "tl_shuffle_elect", "get_warp_idx_sync", "get_lane_idx", "shfl_sync",
+    "shfl_up_sync",
     "shfl_down_sync", "shfl_xor_sync", "get_warp_group_idx",
 })  # fmt: skip
 
 
 @dataclass
 class Scope:
-    """Buffers of the kernel, variables of the enclosing T.Parallel nest, variables that differ between threads.
+    """Buffers of the kernel, variables of the enclosing T.Parallel nest, variables that differ
+    between threads.
 
     parallel maps a variable to (axis, extent), or to None for a value bound inside the nest.
-    depth is the number of enclosing conditionals on the thread number: at 0 all threads of the CTA run the same code.
+    depth is the number of enclosing conditionals on the thread number: at 0 all threads of the CTA
+    run the same code.
     """
 
     buffers: dict[int, BufferSpec] = field(default_factory=dict)

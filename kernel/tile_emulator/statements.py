@@ -1,4 +1,6 @@
-"""Statements compiled to steps: control flow, binds, stores; tile operations come from the registry in operations.py."""
+"""Statements compiled to steps: control flow, binds, stores; tile operations come from the registry
+in operations.py.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ from .scope import Scope
 from .statements_common import leave_to_leader
 from .steps import NOTHING, Step, repeat, sequence
 from .tir import PARALLEL, calls, int_of, kind, op_name, source_line, visit
+
+ORDERING = frozenset({"mbarrier_wait_parity", "fence_proxy_async", "tvm_storage_sync"})
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,10 @@ class Branch:
 class Compiler:
     """Compiles the body of a PrimFunc; afterwards its attributes describe the launch.
 
-    grid: [(blockIdx variable, extent closure)]; shared / private: allocations; barriers: key -> (name, counts);
-    splits: conditionals on the thread number whose bodies block or hold tile operations; products: for each matrix
-    product the conditionals on the thread number around it; accumulators: buffer key -> layout of its elements.
+    grid: [(blockIdx variable, extent closure)]; shared / private: allocations; barriers: key ->
+    (name, counts); splits: conditionals on the thread number whose bodies block or hold tile
+    operations; products: for each matrix product the conditionals on the thread number around it;
+    accumulators: buffer key -> layout of its elements.
     """
 
     def __init__(self, edit: Edit | None = None):
@@ -82,14 +87,18 @@ class Compiler:
     def statement(self, s) -> Step:
         method = getattr(self, "compile_" + kind(s), None)
         if method is None:
-            raise UnsupportedOperation(f"statement {kind(s)} at {source_line(s)}", where=source_line(s))
+            raise UnsupportedOperation(
+                f"statement {kind(s)} at {source_line(s)}", where=source_line(s)
+            )
         outer, line = self.line, source_line(s)
         self.line = line if not line.startswith("?") else outer
         try:
             return method(s)
         except UnsupportedOperation as error:
             if error.where == "?":
-                raise UnsupportedOperation(f"{self.line}: {error.message}", where=self.line) from error
+                raise UnsupportedOperation(
+                    f"{self.line}: {error.message}", where=self.line
+                ) from error
             raise
         finally:
             self.line = outer
@@ -302,8 +311,7 @@ class Compiler:
             other = self.side(s.else_case, branch, False)
         else:
             then, other = self.statement(s.then_case), self.optional(s.else_case)
-        orders = any(op_name(call) in ("mbarrier_wait_parity", "fence_proxy_async", "tvm_storage_sync")
-                     for body in bodies for call in calls(body))  # fmt: skip
+        orders = any(op_name(call) in ORDERING for body in bodies for call in calls(body))
         return self.thread_branch(condition, then, other, orders)
 
     def optional(self, s) -> Step:
@@ -338,7 +346,9 @@ class Compiler:
 
     @staticmethod
     def thread_branch(condition: Closure, then: Step, other: Step, orders: bool) -> Step:
-        """A conditional of thread-level code; where the threads differ both sides run in turn, each with its threads."""
+        """A conditional of thread-level code; where the threads differ both sides run in turn, each
+        with its threads.
+        """
 
         def sides(role):
             p = condition(role)
@@ -392,7 +402,9 @@ class Compiler:
         value, line = self.expression(s.value), self.line
         if spec.is_per_thread:
             if self.scope.parallel:
-                raise UnsupportedOperation(f"a store to the per-thread {spec.name} inside T.Parallel")
+                raise UnsupportedOperation(
+                    f"a store to the per-thread {spec.name} inside T.Parallel"
+                )
             return Step(local_store(spec, index, value, line))
         return Step(tile_store(spec, index, value, line, common=self.scope.depth == 0))
 
@@ -402,7 +414,8 @@ def run_owned(role: Role, run: Callable) -> None:
     positions = role.owner.positions(role)
     if positions is None:
         raise UnsupportedOperation(
-            f"T.Parallel by {role.active_count} of the {role.width} threads of {role.name}, over tiles of unknown layout",
+            f"T.Parallel by {role.active_count} of the {role.width} threads of {role.name}, "
+            "over tiles of unknown layout",
             where=role.where(),
         )
     mine = np.isin(positions, role.lanes)
@@ -435,7 +448,9 @@ def local_store(spec: BufferSpec, index: Callable, value: Closure, line: str) ->
     return run
 
 
-def tile_store(spec: BufferSpec, index: Callable, value: Closure, line: str, common: bool) -> Callable:
+def tile_store(
+    spec: BufferSpec, index: Callable, value: Closure, line: str, common: bool
+) -> Callable:
     key, dtype, narrow = spec.key, spec.dtype, spec.dtype in NARROW
 
     def run(role: Role):
@@ -463,12 +478,16 @@ def tile_store(spec: BufferSpec, index: Callable, value: Closure, line: str, com
 
 
 def from_nest(x, axes: tuple[int, ...], extents: tuple[int, ...]):
-    """A value over the nest as an array over the index's slices; where elements collide the last one stays."""
+    """A value over the nest as an array over the index's slices; where elements collide the last
+    one stays.
+    """
     if not is_array(x):
         return x
     rank = len(extents)
     if len(axes) < rank:
-        x = np.broadcast_to(x, extents)[tuple(slice(None) if axis in axes else -1 for axis in range(rank))]
+        x = np.broadcast_to(x, extents)[
+            tuple(slice(None) if axis in axes else -1 for axis in range(rank))
+        ]
         kept = sorted(axes)
         axes = tuple(kept.index(axis) for axis in axes)
     elif x.ndim < len(axes):
@@ -479,7 +498,12 @@ def from_nest(x, axes: tuple[int, ...], extents: tuple[int, ...]):
 def one_value(role: Role, tile: Tile, x: np.ndarray):
     """Several threads store to one element: they must store the same value."""
     if not (x == x.flat[0]).all() and not np.isnan(x).all():
-        role.cta.issue(role, "race", f"several threads store different values to one element of {tile.name}", tile.name)
+        role.cta.issue(
+            role,
+            "race",
+            f"several threads store different values to one element of {tile.name}",
+            tile.name,
+        )
     return x.flat[-1]
 
 
@@ -493,9 +517,12 @@ def check_collisions(role: Role, tile: Tile, at: Where, x: np.ndarray) -> None:
         return
     same = x[first][np.searchsorted(unique, flat)]
     if not ((same == x) | (np.isnan(same) & np.isnan(x))).all():
-        role.cta.issue(role, "race", f"several threads store different values to one element of {tile.name}", tile.name)
-
-
+        role.cta.issue(
+            role,
+            "race",
+            f"several threads store different values to one element of {tile.name}",
+            tile.name,
+        )
 
 
 def touch_write(role: Role, tile: Tile, at: Where, partner, common: bool = False) -> None:
@@ -511,10 +538,11 @@ def touch_write(role: Role, tile: Tile, at: Where, partner, common: bool = False
 
 
 def find_roles(compiler: Compiler) -> list[np.ndarray]:
-    """Threads grouped by the conditions on the thread number whose bodies block or hold tile operations.
+    """Threads grouped by the conditions on the thread number whose bodies block or hold tile
+    operations.
 
-    A condition that cuts through a warp, or through the threads of a matrix product, makes no roles: its body runs with
-    a part of the role's threads.
+    A condition that cuts through a warp, or through the threads of a matrix product, makes no
+    roles: its body runs with a part of the role's threads.
     """
     probe = Role(None, "probe", np.arange(compiler.threads), {}, {})
     for key, value in compiler.bound:
@@ -529,7 +557,11 @@ def find_roles(compiler: Compiler) -> list[np.ndarray]:
         if mask is None:
             continue
         taken = mask & reached(branch.around, probe)
-        cut = [threads for threads in product_threads.values() if 0 < np.sum(taken & threads) < np.sum(threads)]
+        cut = [
+            threads
+            for threads in product_threads.values()
+            if 0 < np.sum(taken & threads) < np.sum(threads)
+        ]
         if not cuts_warp(taken) and not cut:
             columns.append(taken)
     groups: dict[tuple, list[int]] = {}
@@ -551,4 +583,6 @@ def reached(around: tuple[tuple[Branch, bool], ...], probe: Role) -> np.ndarray:
 def cuts_warp(mask: np.ndarray) -> bool:
     """Does the boundary of these threads run through a warp?"""
     starts = np.arange(0, len(mask), WARP)
-    return bool((np.logical_and.reduceat(mask, starts) != np.logical_or.reduceat(mask, starts)).any())
+    return bool(
+        (np.logical_and.reduceat(mask, starts) != np.logical_or.reduceat(mask, starts)).any()
+    )

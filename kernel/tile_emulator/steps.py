@@ -1,4 +1,6 @@
-"""Compiled statements.  A step is a plain closure, or a generator function where it can block or offers a switch."""
+"""Compiled statements.  A step is a plain closure, or a generator function where it can block or
+offers a switch.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,10 @@ from .tile_operations import compile_barriers
 
 @operation("mbarrier_wait_parity")
 def wait_parity(compiler, call) -> Step:
-    barriers_of, parity_of = compile_barriers(compiler, call.args[0]), compiler.expression(call.args[1])
+    barriers_of, parity_of = (
+        compile_barriers(compiler, call.args[0]),
+        compiler.expression(call.args[1]),
+    )
     flip = compiler.edit.flip("mbarrier_wait_parity", compiler.line)
 
     def run(role: Role):
@@ -83,7 +86,9 @@ def sync_warp(compiler, call) -> Step:
 
 @operation("tvm_storage_sync")
 def sync_threads(compiler, call) -> Step:
-    """T.sync_threads: of the whole CTA, of a role (inside its branch), or of ``count`` threads on a named barrier."""
+    """T.sync_threads: of the whole CTA, of a role (inside its branch), or of ``count`` threads on a
+    named barrier.
+    """
     whole = len(call.args) < 3
     inside_role = compiler.scope.depth > 0
     if not whole:
@@ -119,7 +124,9 @@ def named_arrive(compiler, call) -> Step:
     ident, count = compiler.expression(call.args[0]), compiler.expression(call.args[1])
 
     def run(role: Role):
-        barrier = role.cta.named_barrier(int(uniform(role, ident(role))), int(uniform(role, count(role))), role)
+        barrier = role.cta.named_barrier(
+            int(uniform(role, ident(role))), int(uniform(role, count(role))), role
+        )
         if role.cta.trace:
             role.cta.trace.arrived(role, barrier)
         role.arrive(barrier)

@@ -15,7 +15,9 @@ def dtype_name(tensor) -> str:
 
 
 def is_torch(tensor) -> bool:
-    return type(tensor).__module__.partition(".")[0] == "torch" or hasattr(tensor, "untyped_storage")
+    return type(tensor).__module__.partition(".")[0] == "torch" or hasattr(
+        tensor, "untyped_storage"
+    )
 
 
 def check_tensor(name: str, tensor, dtype: str) -> None:
@@ -24,7 +26,9 @@ def check_tensor(name: str, tensor, dtype: str) -> None:
         if tensor.device.type != "cpu":
             raise ValueError(f"{name}: device {tensor.device}; the emulator takes CPU tensors")
     elif not isinstance(tensor, np.ndarray):
-        raise TypeError(f"{name}: {type(tensor).__name__}; a numpy array or torch CPU tensor is needed")
+        raise TypeError(
+            f"{name}: {type(tensor).__name__}; a numpy array or torch CPU tensor is needed"
+        )
     if dtype_name(tensor) != dtype:
         raise TypeError(f"{name}: dtype {dtype_name(tensor)}; the kernel takes {dtype}")
 

@@ -25,7 +25,9 @@ def annotations_of(call) -> dict:
 
 @operation("copy")
 def copy(compiler, call) -> Step:
-    """T.copy: synchronous.  Shared to global goes through the async proxy (TMA store and wait), all else does not."""
+    """T.copy: synchronous.  Shared to global goes through the async proxy (TMA store and wait), all
+    else does not.
+    """
     source, target = compile_region(compiler, call.args[0]), compile_region(compiler, call.args[1])
     notes = annotations_of(call)
     by_tma = source.is_shared and target.is_global and not int_of(notes.get("disable_tma", 0))
@@ -63,13 +65,15 @@ def transpose(compiler, call) -> Step:
 def tma_copy(compiler, call) -> Step:
     """A bulk copy by one elected thread.
 
-    With a barrier a load: expects the bytes and lands later, without an arrival.  Without one a store: reads its
-    source until tma_store_wait.
+    With a barrier a load: expects the bytes and lands later, without an arrival.  Without one a
+    store: reads its source until tma_store_wait.
     """
     source, target = compile_region(compiler, call.args[0]), compile_region(compiler, call.args[1])
     notes = annotations_of(call)
     common = compiler.scope.depth == 0
-    leader_scope = int_of(notes["leader_scope_threads"]) if "leader_scope_threads" in notes else None
+    leader_scope = (
+        int_of(notes["leader_scope_threads"]) if "leader_scope_threads" in notes else None
+    )
     if notes.get("barrier") is None:
 
         def issue(role: Role):
@@ -162,7 +166,11 @@ REDUCTIONS = {
 @operation("reduce")
 def reduce(compiler, call) -> Step:
     source, target = compile_region(compiler, call.args[0]), compile_region(compiler, call.args[1])
-    name, axis, clear = str(call.args[2].value), int_of(call.args[3]), compiler.expression(call.args[4])
+    name, axis, clear = (
+        str(call.args[2].value),
+        int_of(call.args[3]),
+        compiler.expression(call.args[4]),
+    )
     if name not in REDUCTIONS:
         raise UnsupportedOperation(f"reduction {name}")
     combine, common = REDUCTIONS[name], compiler.scope.depth == 0
@@ -205,8 +213,8 @@ def cumsum(compiler, call) -> Step:
 def gemm_step(compiler, call, waits: bool) -> Step:
     """C (+)= op(A) op(B): FP32 accumulation of the operands' values.
 
-    By a multiple of 128 threads and 64 rows it is a WGMMA: operands are read through the async proxy until the group
-    is waited for, C and a register A belong to it that long.
+    By a multiple of 128 threads and 64 rows it is a WGMMA: operands are read through the async
+    proxy until the group is waited for, C and a register A belong to it that long.
     """
     left, right, out = (compile_region(compiler, call.args[k]) for k in range(3))
     transpose_a, transpose_b, clear = (compiler.expression(call.args[k]) for k in (3, 4, 9))
@@ -224,7 +232,8 @@ def gemm_step(compiler, call, waits: bool) -> Step:
         is_wgmma = rows % 64 == 0 and role.active_count % WARPGROUP == 0
         if not is_wgmma and not waits:
             raise UnsupportedOperation(
-                f"wgmma_gemm of {rows} rows by {role.active_count} threads of {role.name}", where=role.where()
+                f"wgmma_gemm of {rows} rows by {role.active_count} threads of {role.name}",
+                where=role.where(),
             )
         stamp = None
         if is_wgmma:
@@ -264,7 +273,9 @@ def accumulate(role: Role, region, x: np.ndarray, y: np.ndarray, fresh: bool) ->
     product = (x @ y).reshape(region.extent)
     if not fresh:
         if tile.ready is not True and not np.all(tile.ready[region.key]):
-            role.cta.issue(role, "init", f"accumulates into {tile.name}, which nothing has written", tile.name)
+            role.cta.issue(
+                role, "init", f"accumulates into {tile.name}, which nothing has written", tile.name
+            )
         product += tile.arr[region.key]
     tile.arr[region.key] = place(role, region, product) if tile.dtype in NARROW else product
     tile.mark_ready(region.key)

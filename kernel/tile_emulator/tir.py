@@ -20,13 +20,18 @@ def kind(node) -> str:
     return type(node).__name__
 
 
+def is_op(call) -> bool:
+    """Is it a call of an operation (not of another function)?"""
+    return hasattr(call.op, "name")
+
+
 def op_name(call) -> str:
     """Last part of a call's operation name: "tl.tileop.copy" -> "copy"."""
     return str(call.op.name).split(".")[-1]
 
 
 def source_line(stmt) -> str:
-    """"file.py:123" of a statement, "?:0" where the frontend kept no span."""
+    """ "file.py:123" of a statement, "?:0" where the frontend kept no span."""
     span = tilelang_ir.get_stmt_span(stmt)
     return f"{os.path.basename(span.source_name.name)}:{span.line}" if span else "?:0"
 

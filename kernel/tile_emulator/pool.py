@@ -1,0 +1,87 @@
+"""CTAs over a pool of forked processes.  Working arrays lie in shared memory, so outputs need no
+transfer.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+
+from .cta import Options
+from .errors import EmulatorError
+from .program import Launch, Program
+from .report import Report
+
+
+def run_in_pool(
+    program: Program,
+    launch: Launch,
+    numbers: Sequence[int],
+    schedule: str,
+    options: Options,
+    report: Report,
+    progress: Callable[[int, int], None] | None,
+    workers: int,
+) -> None:
+    """Run the CTAs and merge their reports.  The first EmulatorError that ended a worker is raised
+    with all of them.
+    """
+    context = multiprocessing.get_context("fork")
+    workers = min(workers, len(numbers))
+    pipes, processes = [], []
+    for worker in range(workers):
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (program, launch, numbers[worker::workers], schedule, options, theirs)
+        process = context.Process(target=work, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    error, done = None, 0
+    try:
+        while pipes:
+            for pipe in wait(pipes):
+                try:
+                    kind, value = pipe.recv()
+                except EOFError:
+                    pipes.remove(pipe)
+                    continue
+                if kind == "done":
+                    done += 1
+                    if progress:
+                        progress(done, len(numbers))
+                    continue
+                if kind == "error":
+                    error = error or value
+                    value = getattr(value, "report", None)
+                if value is not None:
+                    report.merge(value)
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.terminate()
+                process.join()
+    if error is not None:
+        if isinstance(error, EmulatorError):
+            error.report = report
+        raise error
+    crashed = [process.exitcode for process in processes if process.exitcode]
+    if crashed:
+        raise EmulatorError(f"a worker process ended with exit code {crashed[0]}", report)
+
+
+def work(program, launch, numbers, schedule, options, pipe) -> None:
+    """Body of a worker process."""
+    report = Report(schedule=schedule, roles=program.roles)
+    try:
+        program.run_blocks(
+            launch, numbers, schedule, options, report, lambda _: pipe.send(("done", None))
+        )
+    except Exception as error:
+        pipe.send(("error", error))
+    else:
+        pipe.send(("report", report))
+    finally:
+        pipe.close()
