@@ -22,6 +22,8 @@ OURS = "gdn_prefill"
 # Fresh output tensors on every call, as a caller gets by default.
 OURS_FRESH = "gdn_prefill_fresh"
 LADDER = "gdn_ladder"
+# This project's own names: never a peer of themselves.
+OWN = (OURS, OURS_FRESH, LADDER)
 ALIASES = {"ours": OURS}
 PEERS = ("flash_qla", "fla", "flashinfer")
 
@@ -154,9 +156,9 @@ def check_scope(implementation: Implementation, scope: str) -> str:
 
 def ladder_versions() -> tuple[str, ...]:
     """The ladder's runnable versions, in their order."""
-    from gdn_ladder.versions import VERSIONS
+    from gdn_ladder import available_versions
 
-    return tuple(version.name for version in VERSIONS)
+    return available_versions()
 
 
 def peers() -> tuple[Implementation, ...]:

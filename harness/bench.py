@@ -1,0 +1,158 @@
+"""Measures this package and every peer at hand, core and full, on the public cases, interleaved.
+
+    python -m harness.bench                          oj and graph, into results/<device>/bench.csv
+    python -m harness.bench --protocol cold --name cold --case long_low_gva
+
+One dense line a case, scope and implementation: time, spread, TFLOP/s, share of the floor, paired
+ratio to this package; then the geometric means.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from cases import Case
+
+from .check import Status
+from .device import ceilings, pick_device, why_untimed
+from .evaluate import Entry, Outcome
+from .floors import core_flops, floor_ms, full_flops
+from .implementations import CORE, FULL, OURS, OURS_FRESH, SCOPES
+from .progress import Progress, note
+from .results import RESULTS, Stamp, begin_metadata, finish_metadata, to_row, write_results
+from .score import geometric_mean
+from .selection import available_peers, peer_entries, select_cases
+from .session import Session
+from .tables import fixed, render
+from .timing import REPETITIONS, WARMUP, Plan, Protocol, paired_ratio
+
+TIMEOUT_S = 1800.0
+HEADER = ("CASE", "SCOPE", "PROTOCOL", "IMPLEMENTATION", "RESULT", "MEDIAN(ms)", "P20", "P80")
+HEADER += ("TFLOP/s", "FLOOR", "OVER OURS")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 only if every result of this package is right."""
+    options = _parser().parse_args(argv)
+    device = pick_device()
+    untimed = why_untimed(device)
+    if untimed:
+        note(f"nothing can be benchmarked here: {untimed}")
+        return 1
+    cases = select_cases(options.case, options.cases)
+    entries = _entries(options)
+    chosen = options.protocol or [Protocol.OJ.value, Protocol.GRAPH.value]
+    plans = [Plan(Protocol(name), options.warmup, options.repetitions) for name in chosen]
+    stamp = Stamp.now(device)
+    metadata = begin_metadata(stamp)
+    outcomes: list[Outcome] = []
+    progress = Progress("case")
+    with Session(device, plans, timeout_s=options.timeout) as session:
+        for case in progress.over(cases):
+            progress.say(case.name)
+            measured = session.compare(case, entries)
+            outcomes += measured
+            for outcome in measured:
+                if outcome.reason:
+                    note(f"{case.name}: {outcome.implementation} {outcome.scope}: {outcome.reason}")
+    print(report(cases, outcomes), end="")
+    if options.name:
+        rows = [to_row(outcome, stamp) for outcome in outcomes]
+        finished = finish_metadata(metadata)
+        note(f"recorded in {write_results(options.name, rows, finished, outcomes, RESULTS)}")
+    ours = [outcome for outcome in outcomes if outcome.implementation == OURS]
+    return 0 if all(outcome.status is Status.PASS for outcome in ours) else 1
+
+
+def _entries(options: argparse.Namespace) -> list[Entry]:
+    """Ours, our fresh-output variant, the ladder's versions asked for, every peer at hand."""
+    entries = [Entry(OURS, CORE), Entry(OURS, FULL), Entry(OURS_FRESH, CORE)]
+    entries += [Entry(OURS, CORE, version) for version in options.version]
+    if not options.no_peers:
+        present, absent = available_peers()
+        for line in absent:
+            note(line)
+        entries += peer_entries(present)
+    return [entry for entry in entries if entry.scope in (options.scope or SCOPES)]
+
+
+def report(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> str:
+    """The lines of every case, scope and protocol, then the geometric means over the cases."""
+    by_name = {case.name: case for case in cases}
+    rows, ratios = [], {}
+    for outcome in sorted(outcomes, key=lambda o: (list(by_name).index(o.case), o.scope)):
+        ours = _ours_beside(outcome, outcomes)
+        ratio = None
+        if outcome.sample and ours is not None and ours is not outcome:
+            ratio = paired_ratio(outcome.sample, ours.sample)
+            ratios.setdefault((outcome.scope, outcome.protocol, _label(outcome)), []).append(ratio)
+        rows.append(_cells(by_name[outcome.case], outcome, ratio))
+    summary = render(
+        ("GEOMETRIC MEAN", "PROTOCOL", "IMPLEMENTATION", "CASES", "OVER OURS"),
+        [(*key, len(values), fixed(geometric_mean(values), 3)) for key, values in ratios.items()],
+    )
+    return render(HEADER, rows) + ("\n" + summary if ratios else "")
+
+
+def _ours_beside(outcome: Outcome, outcomes: Sequence[Outcome]) -> Outcome | None:
+    key = (outcome.case, outcome.scope, outcome.protocol)
+    for other in outcomes:
+        if other.implementation == OURS and (other.case, other.scope, other.protocol) == key:
+            return other if other.sample else None
+    return None
+
+
+def _label(outcome: Outcome) -> str:
+    return f"{outcome.implementation} {outcome.version}"
+
+
+def _cells(case: Case, outcome: Outcome, ratio: float | None) -> tuple[object, ...]:
+    sample = outcome.sample
+    rate = share = None
+    if sample:
+        flops = {CORE: core_flops, FULL: full_flops}[outcome.scope](case)
+        rate = flops / sample.median_ms / 1e9
+        rates = ceilings(pick_device())
+        if rates:
+            floor = floor_ms(case, outcome.scope, Protocol(outcome.protocol), rates)
+            share = floor / sample.median_ms
+    return (
+        outcome.case,
+        outcome.scope,
+        outcome.protocol,
+        _label(outcome),
+        outcome.status,
+        fixed(sample.median_ms if sample else None, 6),
+        fixed(sample.p20_ms if sample else None, 6),
+        fixed(sample.p80_ms if sample else None, 6),
+        fixed(rate, 1),
+        None if share is None else f"{100 * share:.1f}%",
+        fixed(ratio, 3),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.bench", description="Benchmarks this package against the peers."
+    )
+    parser.add_argument("--case", action="append", default=[], metavar="NAME")
+    parser.add_argument("--cases", metavar="PATH")
+    parser.add_argument(
+        "--protocol", action="append", choices=[p.value for p in Protocol], help="default: oj graph"
+    )
+    parser.add_argument("--scope", action="append", choices=SCOPES, help="default: both")
+    parser.add_argument(
+        "--version", action="append", default=[], help="versions of the ladder to take along"
+    )
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument(
+        "--name", default="bench", help="results/<device>/NAME.csv; empty: record nothing"
+    )
+    parser.add_argument("--warmup", type=int, default=WARMUP, metavar="N")
+    parser.add_argument("--repetitions", type=int, default=REPETITIONS, metavar="N")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
