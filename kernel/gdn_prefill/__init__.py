@@ -1,6 +1,7 @@
 """Gated DeltaNet chunked prefill for NVIDIA Hopper, in TileLang.
 
-The public names are loaded on first use, so that importing the package costs nothing and touches no GPU.
+The public names are loaded on first use, so that importing the package costs nothing and touches no
+GPU.
 """
 
 from importlib import import_module

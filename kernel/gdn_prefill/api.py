@@ -7,47 +7,70 @@ import torch
 from .dispatch import choose_backend
 from .runtime import RUNTIME, RuntimeInfo
 from .torch_backend import cumsum_torch, forward_torch, solve_kkt_torch
-from .validation import check_forward, check_prepare
+from .validation import check_forward, check_prepare, check_scale
 
 
 def gdn_prefill_forward(
-    q, k, v, g_cumsum, beta, A, initial_state=None, *, scale=None, block_dv=None, reuse_outputs=False, backend="auto"
+    q,
+    k,
+    v,
+    g_cumsum,
+    beta,
+    A,
+    initial_state=None,
+    *,
+    scale=None,
+    block_dv=None,
+    reuse_outputs=False,
+    backend="auto",
 ):
-    """Gated DeltaNet chunked prefill from a ready-made A: one CTA per state slice walks the chunks of 64 tokens.
+    """Gated DeltaNet chunked prefill from a ready-made A: one CTA per state slice walks the chunks
+    of 64 tokens.
 
     Args:
         q, k: [B, T, Hq, 128] bf16, L2-normalised per head by the caller.
-        v: [B, T, Hv, 128] bf16; Hv must be a multiple of Hq, V head h reads q/k head h // (Hv / Hq).
-        g_cumsum: [B, T, Hv] fp32, natural-log decay summed inclusively within each chunk of 64 tokens.
+        v: [B, T, Hv, 128] bf16; Hv must be a multiple of Hq, V head h reads q/k head h // (Hv /
+            Hq).
+        g_cumsum: [B, T, Hv] fp32, natural-log decay summed inclusively within each chunk of 64
+            tokens.
         beta: [B, T, Hv] fp32.
-        A: [B, T, Hv, 64] bf16, (I + strict_lower(beta_i exp(g_i - g_j) <k_i, k_j>))^-1 of every chunk, by rows.
+        A: [B, T, Hv, 64] bf16, (I + strict_lower(beta_i exp(g_i - g_j) <k_i, k_j>))^-1 of every
+            chunk, by rows.
         initial_state: [B, Hv, 128 (dk), 128 (dv)] fp32, or None for zeros.
         scale: factor of the output, 1/sqrt(128) by default.
-        block_dv: state columns per CTA, 32, 64 or 128; by default select_block_dv's choice. Ignored by "torch".
-        reuse_outputs: write into buffers owned by the package instead of fresh ones. The returned tensors are then
-            valid until the next call of the same layout on the same stream that reuses outputs; from the second such
-            call with the same input addresses on, the launch is a CUDA Graph replay (the whole kernel runs every time).
+        block_dv: state columns per CTA, 32, 64 or 128; by default block_dv_for's choice. Ignored by
+            "torch".
+        reuse_outputs: write into buffers owned by the package instead of fresh ones. The returned
+            tensors are then valid until the next call of the same layout on the same stream that
+            reuses outputs; from the second such call with the same input addresses on, the launch
+            is a CUDA Graph replay (the whole kernel runs every time).
         backend: "auto" (the Hopper kernels where they can run, else torch), "cuda" or "torch".
 
     Returns:
-        (output [B, T, Hv, 128] bf16, final_state [B, Hv, 128, 128] fp32), fresh unless reuse_outputs.
+        (output [B, T, Hv, 128] bf16, final_state [B, Hv, 128, 128] fp32), fresh unless
+        reuse_outputs.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, dtype, shape, device, layout or alignment, by name,
-            before anything is launched.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, device, layout or
+            alignment, by name, before anything is launched.
     """
+    if reuse_outputs and backend != "torch" and getattr(q, "is_cuda", False):
+        replayed = RUNTIME.replay(q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv)
+        if replayed is not None:
+            return replayed
     if _backend(backend, q) == "cuda":
-        return RUNTIME.forward(q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv, reuse_outputs)
-    shape = check_forward(q, k, v, g_cumsum, beta, A, initial_state)
-    factor = shape.head_dim**-0.5 if scale is None else scale
-    return forward_torch(q, k, v, g_cumsum, beta, A, initial_state, factor)
+        return RUNTIME.forward(
+            q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv, reuse_outputs
+        )
+    check_forward(q, k, v, g_cumsum, beta, A, initial_state)
+    return forward_torch(q, k, v, g_cumsum, beta, A, initial_state, check_scale(scale))
 
 
 def chunk_gate_cumsum(g, *, backend="auto"):
     """Within-chunk inclusive cumulative sum of the log decay.
 
-    g: [B, T, Hv] fp32, natural-log decay of every token. Returns g_cumsum [B, T, Hv] fp32; the sum restarts every 64
-    tokens. Raises TypeError or ValueError for a wrong argument, by name.
+    g: [B, T, Hv] fp32, natural-log decay of every token. Returns g_cumsum [B, T, Hv] fp32; the sum
+    restarts every 64 tokens. Raises TypeError or ValueError for a wrong argument, by name.
     """
     if _backend(backend, g) == "cuda":
         from . import preprocess
@@ -57,11 +80,13 @@ def chunk_gate_cumsum(g, *, backend="auto"):
 
 
 def prepare(k, g, beta, *, backend="auto"):
-    """What the forward entry needs beside q, k, v and beta: the cumulative gate and the KKT inverse.
+    """What the forward entry needs beside q, k, v and beta: the cumulative gate and the KKT
+    inverse.
 
     k: [B, T, Hq, 128] bf16; g: [B, T, Hv] fp32, raw natural-log decay; beta: [B, T, Hv] fp32.
-    Returns (g_cumsum [B, T, Hv] fp32, A [B, T, Hv, 64] bf16), see gdn_prefill_forward. In a tail chunk of l tokens the
-    columns of A from l on are 0. Raises TypeError or ValueError for a wrong argument, by name.
+    Returns (g_cumsum [B, T, Hv] fp32, A [B, T, Hv, 64] bf16), see gdn_prefill_forward. In a tail
+    chunk of l tokens the columns of A from l on are 0. Raises TypeError or ValueError for a wrong
+    argument, by name.
     """
     check_prepare(k, g, beta)
     if _backend(backend, k) == "cuda":
@@ -73,7 +98,7 @@ def prepare(k, g, beta, *, backend="auto"):
 
 
 def cache_info() -> RuntimeInfo:
-    """Counters of the kernel, layout, buffer and graph caches, and the bytes that reused outputs occupy."""
+    """Counters of the runtime's caches, and the bytes that reused outputs occupy."""
     return RUNTIME.info()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """A cache's counters: lookups that found an entry, lookups that did not, entries dropped, entries held, most held."""
+    """A cache's counters: lookups with and without success, entries dropped and held."""
 
     hits: int
     misses: int
@@ -21,7 +21,7 @@ class CacheInfo:
 
 
 class BoundedCache:
-    """Keeps the `capacity` most recently used values; on_evict is called with each value that leaves."""
+    """Keeps the `capacity` most recently used values; on_evict gets each one that leaves."""
 
     def __init__(self, capacity: int, on_evict: Callable[[Any], None] | None = None):
         if capacity < 1:
@@ -44,7 +44,7 @@ class BoundedCache:
             return value
 
     def put(self, key: Hashable, value: Any) -> Any:
-        """Store value under key, dropping the least recently used entry when the cache is full; returns value."""
+        """Store value under key, dropping the least recently used when full; returns value."""
         with self._lock:
             self._entries[key] = value
             self._entries.move_to_end(key)
@@ -71,4 +71,6 @@ class BoundedCache:
         self._hits = self._misses = self._evictions = 0
 
     def info(self) -> CacheInfo:
-        return CacheInfo(self._hits, self._misses, self._evictions, len(self._entries), self.capacity)
+        return CacheInfo(
+            self._hits, self._misses, self._evictions, len(self._entries), self.capacity
+        )

@@ -1,43 +1,35 @@
-"""The call layer of the Hopper kernels: argument checks paid once per layout, and four bounded caches.
+"""The call layer of the Hopper kernels: argument checks paid once per layout, and four bounded
+caches.
 
-* layouts: shapes, dtypes, device and options of a call -> its checked description and its compiled kernel
-* kernels: the specialisation (heads, tile, states) -> the compiled kernel; batch and length are run-time arguments
+* layouts: shapes, dtypes, device and options of a call -> its checked description and its compiled
+  kernel
+* kernels: the specialisation (heads, tile, states) -> the compiled kernel; batch and length are
+  run-time arguments
 * buffers: layout and stream -> output and final state, only for callers that ask to reuse outputs
-* graphs:  layout, stream and addresses -> a CUDA Graph of the launch, captured on the second such call
+* graphs:  stream, layout and addresses -> a CUDA Graph of the launch, captured on the second such
+  call
 
-A replay runs the whole kernel again on whatever the inputs hold now; no result is ever kept. Nothing here touches a GPU
-at import.
+A replay runs the whole kernel again on whatever the inputs hold now; no result is ever kept.
+Nothing here touches a GPU at import.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .caches import BoundedCache, CacheInfo
-from .dispatch import select_block_dv
-from .validation import ForwardShape, check_forward
-
-TMA_ALIGNMENT = 16  # bytes; a tensor map's base address
-
-
-class LayoutKey(NamedTuple):
-    """What a call looks like from outside, the contents and addresses of its tensors left out."""
-
-    shapes: tuple
-    dtypes: tuple
-    contiguous: tuple
-    device: int
-    scale: float | None
-    block_dv: int | None
+from .dispatch import block_dv_for
+from .validation import ForwardShape, check_address, check_forward, check_scale
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A checked call layout: the shape, the launcher of its specialisation and the arguments that never change."""
+    """A checked call layout: the shape, its launcher and the arguments that never change."""
 
     shape: ForwardShape
     device: torch.device
@@ -58,7 +50,7 @@ class OutputBuffers:
 
 @dataclass(eq=False)
 class GraphEntry:
-    """A launch seen once (graph is None) or captured; keeps its output buffers alive, never its inputs."""
+    """A launch seen once (graph is None) or captured; keeps its outputs alive, never its inputs."""
 
     buffers: OutputBuffers
     graph: torch.cuda.CUDAGraph | None = None
@@ -66,7 +58,7 @@ class GraphEntry:
 
 @dataclass(frozen=True)
 class RuntimeInfo:
-    """Counters of the runtime's caches; compiles counts kernels built, buffer_bytes what reused outputs occupy."""
+    """Counters of the caches; compiles: kernels built, buffer_bytes: what reused outputs occupy."""
 
     layouts: CacheInfo
     kernels: CacheInfo
@@ -98,50 +90,72 @@ class Runtime:
         self.buffers = BoundedCache(self.buffer_capacity, on_evict=self._drop_graphs_of)
 
     def forward(self, q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv, reuse_outputs):
-        """Run the forward kernel on the current stream; see gdn_prefill.gdn_prefill_forward for the arguments."""
-        tensors = (q, k, v, g_cumsum, beta, A) if initial_state is None else (q, k, v, g_cumsum, beta, A, initial_state)
+        """Run the kernel on the current stream; gdn_prefill_forward describes the arguments."""
+        tensors = (
+            (q, k, v, g_cumsum, beta, A)
+            if initial_state is None
+            else (q, k, v, g_cumsum, beta, A, initial_state)
+        )
+        device = q.get_device()
         try:
-            key = LayoutKey(
-                tuple([t.shape for t in tensors]),
-                tuple([t.dtype for t in tensors]),
-                tuple([t.is_contiguous() for t in tensors]),
-                q.get_device(),
-                scale,
-                block_dv,
-            )
-            addresses = tuple([t.data_ptr() for t in tensors])
-            layout = self.layouts.get(key)
-        except (AttributeError, TypeError):  # not tensors: the check below names the argument
-            layout = None
+            look = appearance(tensors, scale, block_dv)
+        except AttributeError:  # something that is no tensor: the check names it
+            check_forward(*tensors)
+            raise
+        layout = self.layouts.get((device, look))
         if layout is None:
-            layout = self._check_layout(tensors, scale, block_dv)
-            self.layouts.put(key, layout)
-        device = key.device
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        reuse_graph = reuse_outputs and not torch.cuda.is_current_stream_capturing()
-        entry = self.graphs.get((key, stream, addresses)) if reuse_graph else None
-        if entry is not None and entry.graph is not None:
-            self.replays += 1
-            entry.graph.replay()
-            return entry.buffers.output, entry.buffers.final_state
-        for name, tensor, address in zip(_NAMES, tensors, addresses, strict=False):
-            if address % TMA_ALIGNMENT or tensor.get_device() != device:
-                _refuse_placement(name, tensor, device)
+            layout = self.layouts.put((device, look), self._check_layout(tensors, scale, block_dv))
+        for name, tensor in zip(_NAMES, tensors, strict=False):
+            check_address(name, tensor.data_ptr())
+            if tensor.get_device() != device:
+                raise ValueError(
+                    f"{name} is on {tensor.device}, q on {q.device}; they must be on one device"
+                )
         with torch.cuda.device(device):
             if not reuse_outputs:
                 return self._launch(layout, tensors, _empty_outputs(layout))
+            stream = torch._C._cuda_getCurrentRawStream(device)
             with self._lock:
-                buffers = self.buffers.get((key, stream))
+                buffers = self.buffers.get((device, stream, look))
                 if buffers is None:
-                    buffers = self.buffers.put((key, stream), _empty_outputs(layout))
+                    buffers = self.buffers.put((device, stream, look), _empty_outputs(layout))
+                if torch._C._cuda_isCurrentStreamCapturing():
+                    return self._launch(layout, tensors, buffers)
+                key = (stream, look, addresses(tensors))
+                entry = self.graphs.get(key)
                 if entry is None:
-                    if reuse_graph:
-                        self.graphs.put((key, stream, addresses), GraphEntry(buffers))
+                    self.graphs.put(key, GraphEntry(buffers))
                     return self._launch(layout, tensors, buffers)
                 entry.graph = self._capture(layout, tensors, buffers)
-                self.replays += 1
-                entry.graph.replay()
-                return buffers.output, buffers.final_state
+                return self._replay(entry)
+
+    def replay(self, q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv):
+        """Replay the graph captured for exactly these arguments on the current stream, or return
+        None.
+
+        The fast path of a warm call with reused outputs: nothing is checked again, because
+            everything that was checked
+        is in the key.
+        """
+        tensors = (
+            (q, k, v, g_cumsum, beta, A)
+            if initial_state is None
+            else (q, k, v, g_cumsum, beta, A, initial_state)
+        )
+        stream = torch._C._cuda_getCurrentRawStream(q.get_device())
+        try:
+            key = (stream, appearance(tensors, scale, block_dv), addresses(tensors))
+        except AttributeError:  # something that is no tensor: forward's check names it
+            return None
+        entry = self.graphs.get(key)
+        if entry is None or entry.graph is None or torch._C._cuda_isCurrentStreamCapturing():
+            return None
+        return self._replay(entry)
+
+    def _replay(self, entry):
+        self.replays += 1
+        entry.graph.replay()
+        return entry.buffers.output, entry.buffers.final_state
 
     def _capture(self, layout, tensors, buffers) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -161,26 +175,29 @@ class Runtime:
         return buffers.output, buffers.final_state
 
     def _check_layout(self, tensors, scale, block_dv) -> Layout:
-        initial_state = tensors[6] if len(tensors) == len(_NAMES) else None
-        shape = check_forward(*tensors[:6], initial_state)
+        shape = check_forward(*tensors)
         device = tensors[0].device
         with self._lock:
-            config = self.forward_config(shape, initial_state is not None, block_dv)
+            config = self.forward_config(
+                shape, len(tensors) == len(_NAMES), block_dv, _sm_count(device)
+            )
             launch = self.kernel(config)
         return Layout(
             shape,
             device,
-            shape.head_dim**-0.5 if scale is None else float(scale),
+            check_scale(scale),
             launch,
             torch.empty(1, dtype=torch.float32, device=device),
         )
 
     @staticmethod
-    def forward_config(shape: ForwardShape, use_initial_state: bool, block_dv: int | None):
+    def forward_config(
+        shape: ForwardShape, use_initial_state: bool, block_dv: int | None, sm_count: int
+    ):
         """The specialisation of the forward kernel that serves a shape."""
         from .kernels.forward import ForwardConfig
 
-        tile = select_block_dv(shape.heads_v, shape.heads_q) if block_dv is None else block_dv
+        tile = block_dv_for(shape.B * shape.Hv, sm_count) if block_dv is None else block_dv
         return ForwardConfig(shape.heads_q, shape.heads_v, tile, use_initial_state)
 
     def kernel(self, config) -> Any:
@@ -217,7 +234,28 @@ class Runtime:
         )
 
 
+def appearance(tensors, scale, block_dv) -> tuple:
+    """What a call looks like from outside, but for contents and addresses."""
+    return (
+        tuple([t.shape for t in tensors]),
+        tuple([t.dtype for t in tensors]),
+        tuple([t.is_contiguous() for t in tensors]),
+        scale,
+        block_dv,
+    )
+
+
+def addresses(tensors) -> tuple[int, ...]:
+    """Device addresses; they tell devices apart too, as all of them share one address space."""
+    return tuple([t.data_ptr() for t in tensors])
+
+
 _NAMES = ("q", "k", "v", "g_cumsum", "beta", "A", "initial_state")
+
+
+@functools.cache
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _empty_outputs(layout: Layout) -> OutputBuffers:
@@ -228,21 +266,20 @@ def _empty_outputs(layout: Layout) -> OutputBuffers:
     )
 
 
-def _refuse_placement(name: str, tensor: torch.Tensor, device: int) -> None:
-    if tensor.get_device() != device:
-        raise ValueError(f"{name} is on {tensor.device}, q on cuda:{device}: all tensors must be on one device")
-    raise ValueError(
-        f"{name} starts at address {tensor.data_ptr():#x}, which must be a multiple of {TMA_ALIGNMENT} bytes"
-    )
-
-
 def compile_launcher(prim_func, pass_configs):
-    """Compile a PrimFunc for Hopper and return the callable that launches it on torch's current stream."""
+    """Compile a PrimFunc for Hopper; returns what launches it on torch's current stream."""
     import tilelang
 
-    kernel = tilelang.compile(prim_func, target={"kind": "cuda", "arch": "sm_90a"}, pass_configs=pass_configs)
-    # The compiled entry itself: the adapter around it re-derives shapes on every call, 3.6 us more on an H200 host.
-    return kernel.adapter.get_exportable_executable().jit().main
+    kernel = tilelang.compile(
+        prim_func, target={"kind": "cuda", "arch": "sm_90a"}, pass_configs=pass_configs
+    )
+    # The compiled entry itself: the adapter around it re-derives shapes on every call, 3.6 us more
+    # on an H200 host. From the compile cache it is a loaded module, newly built it has to be
+    # linked.
+    executable = kernel.adapter.get_exportable_executable()
+    if isinstance(executable, tilelang.tvm.runtime.Executable):
+        executable = executable.jit()
+    return executable.main
 
 
 RUNTIME = Runtime()

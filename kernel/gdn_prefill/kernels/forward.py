@@ -1,20 +1,23 @@
-"""The four-group forward kernel: one CTA owns one slice of one head's state and walks its chunks in order.
+"""The four-group forward kernel: one CTA owns one slice of one head's state and walks its chunks in
+order.
 
-Per chunk of C = 64 tokens (gamma = exp(g), g the within-chunk cumulative log decay, S the state before the chunk):
+Per chunk of C = 64 tokens (gamma = exp(g), g the within-chunk cumulative log decay, S the state
+before the chunk):
 
     U'     = K S                                       V group
     W'     = beta * (V - gamma * U')                   V group, in place of V
     V_new  = A W'                                      V group
-    O      = scale * gamma * (Q S) + P V_new           O group, P = scale * tril(exp(g_i - g_j)) * (Q K^T)
-    S_next = gamma_last * S + K^T (exp(g_last - g) * V_new)    state group
+    O      = scale * gamma * (Q S) + P V_new           O group, P = scale * tril(exp(g_i - g_j)) *
+    (Q K^T) S_next = gamma_last * S + K^T (exp(g_last - g) * V_new)    state group
 
-Roles of the 512 threads: three consumer warp groups (state, V, O) and a producer warp group whose warps load Q and K,
-load V and beta, load A and the gate, and store the output of the chunk before. The serial chain of a chunk is
-S -> bf16 in shared memory -> K S -> A W' -> decayed V_new -> K^T (.), two barrier rounds; the O group stands beside it.
+Roles of the 512 threads: three consumer warp groups (state, V, O) and a producer warp group whose
+warps load Q and K, load V and beta, load A and the gate, and store the output of the chunk before.
+The serial chain of a chunk is S -> bf16 in shared memory -> K S -> A W' -> decayed V_new -> K^T
+(.), two barrier rounds; the O group stands beside it.
 
-A tail chunk needs no code of its own: the tensor maps keep batch and time apart, so rows past T are filled with zeros by
-the loads and dropped by the store, and the gate of such a row repeats that of the last token, which makes
-gamma[C - 1] the decay of the whole chunk at every length.
+A tail chunk needs no code of its own: the tensor maps keep batch and time apart, so rows past T are
+filled with zeros by the loads and dropped by the store, and the gate of such a row repeats that of
+the last token, which makes gamma[C - 1] the decay of the whole chunk at every length.
 """
 
 from dataclasses import dataclass
@@ -43,7 +46,8 @@ V_GROUP_SYNC, O_GROUP_SYNC = 1, 2  # named barriers inside a warp group; 0 is th
 LOG2_E = 1.4426950408889634
 REGISTERS_PER_BLOCK = 65536
 
-# The roles order their shared memory themselves; the automatic syncs would add a dozen to every chunk.
+# The roles order their shared memory themselves; the automatic syncs would add a dozen to every
+# chunk.
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
@@ -74,13 +78,16 @@ class ForwardConfig:
             raise ValueError(f"stages={self.stages} must be at least 2")
         pool = REGISTERS_PER_BLOCK // WARP_GROUP
         if sum(self.registers) > pool or any(count % 8 for count in self.registers):
-            raise ValueError(f"registers={self.registers} must be multiples of 8 that sum to at most {pool}")
+            raise ValueError(
+                f"registers={self.registers} must be multiples of 8 that sum to at most {pool}"
+            )
 
     @property
     def name(self) -> str:
         """A readable name of the specialisation, unique among the shipped ones."""
-        state = f"{'init' if self.use_initial_state else 'zero'}_{'final' if self.store_final_state else 'drop'}"
-        return f"forward_hq{self.heads_q}_hv{self.heads_v}_dv{self.block_dv}_{state}"
+        start = "init" if self.use_initial_state else "zero"
+        end = "final" if self.store_final_state else "drop"
+        return f"forward_hq{self.heads_q}_hv{self.heads_v}_dv{self.block_dv}_{start}_{end}"
 
 
 @T.macro
@@ -89,7 +96,10 @@ def state_role(config, place, inputs, tiles, barriers):
     dv = config.block_dv
     state_fragment = T.alloc_fragment((HEAD_DIM, dv), "float32")
     if config.use_initial_state:
-        T.copy(inputs.initial_state[place.batch, place.head, 0:HEAD_DIM, place.dv : place.dv + dv], state_fragment)
+        T.copy(
+            inputs.initial_state[place.batch, place.head, 0:HEAD_DIM, place.dv : place.dv + dv],
+            state_fragment,
+        )
     else:
         T.clear(state_fragment)
     for chunk in T.serial(place.chunks):
@@ -109,12 +119,15 @@ def state_role(config, place, inputs, tiles, barriers):
         T.gemm(tiles.k[stage, :, :], tiles.decayed, state_fragment, transpose_A=True)
         T.barrier_arrive(barriers.inputs_free[stage])
     if config.store_final_state:
-        T.copy(state_fragment, inputs.final_state[place.batch, place.head, 0:HEAD_DIM, place.dv : place.dv + dv])
+        T.copy(
+            state_fragment,
+            inputs.final_state[place.batch, place.head, 0:HEAD_DIM, place.dv : place.dv + dv],
+        )
 
 
 @T.macro
 def v_role(config, place, tiles, barriers):
-    """Turns V into V_new with the state before the chunk, and into its decayed copy for the state update."""
+    """Turns V into V_new with the old state, and into its decayed copy for the state update."""
     dv = config.block_dv
     u_fragment = T.alloc_fragment((CHUNK, dv), "float32")
     v_new_fragment = T.alloc_fragment((CHUNK, dv), "float32")
@@ -129,7 +142,9 @@ def v_role(config, place, tiles, barriers):
 
         # W' = beta (V - gamma U')
         for i, j in T.Parallel(CHUNK, dv):
-            u_fragment[i, j] = tiles.beta[stage, i] * (tiles.v[stage, i, j] - tiles.gamma[stage, i] * u_fragment[i, j])
+            u_fragment[i, j] = tiles.beta[stage, i] * (
+                tiles.v[stage, i, j] - tiles.gamma[stage, i] * u_fragment[i, j]
+            )
         for i, j in T.Parallel(CHUNK, dv):
             tiles.v[stage, i, j] = u_fragment[i, j]
         T.fence_proxy_async()
@@ -138,7 +153,8 @@ def v_role(config, place, tiles, barriers):
         # V_new = A W'
         T.gemm(tiles.a[stage, :, :], tiles.v[stage, :, :], v_new_fragment, clear_accum=True)
 
-        # The state group's K^T (.) of the chunk before is over: it came before this chunk's state_ready.
+        # The state group's K^T (.) of the chunk before is over: it came before this chunk's
+        # state_ready.
         for i, j in T.Parallel(CHUNK, dv):
             tiles.decayed[i, j] = v_new_fragment[i, j] * tiles.decay[stage, i]
         T.fence_proxy_async()
@@ -153,7 +169,7 @@ def v_role(config, place, tiles, barriers):
 
 @T.macro
 def o_role(config, place, scale, tiles, barriers):
-    """Makes the gated causal scores ahead of the chain, then the output from the old state and V_new."""
+    """Makes the gated scores ahead of the chain, then the output from the old state and V_new."""
     dv = config.block_dv
     score_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
     o_fragment = T.alloc_fragment((CHUNK, dv), "float32")
@@ -162,11 +178,18 @@ def o_role(config, place, scale, tiles, barriers):
         T.barrier_wait(barriers.inputs_ready[stage], (chunk // config.stages) % 2)
 
         # P = scale tril(exp(g_i - g_j)) (Q K^T)
-        T.gemm(tiles.q[stage, :, :], tiles.k[stage, :, :], score_fragment, transpose_B=True, clear_accum=True)
+        T.gemm(
+            tiles.q[stage, :, :],
+            tiles.k[stage, :, :],
+            score_fragment,
+            transpose_B=True,
+            clear_accum=True,
+        )
         for i, j in T.Parallel(CHUNK, CHUNK):
             score_fragment[i, j] = T.if_then_else(
                 i >= j,
-                score_fragment[i, j] * (scale * T.exp2(tiles.gate[stage, i] - tiles.gate[stage, j])),
+                score_fragment[i, j]
+                * (scale * T.exp2(tiles.gate[stage, i] - tiles.gate[stage, j])),
                 0.0,
             )
         T.copy(score_fragment, tiles.scores)
@@ -199,10 +222,14 @@ def load_qk_warp(config, place, inputs, tiles, barriers):
         first = chunk * CHUNK
         T.barrier_wait(barriers.inputs_free[stage], (chunk // config.stages + 1) % 2)
         T.tma_copy(
-            inputs.k[place.batch, first : first + CHUNK, place.head_q, 0:HEAD_DIM], tiles.k[stage, :, :], barrier=barriers.inputs_ready[stage]
+            inputs.k[place.batch, first : first + CHUNK, place.head_q, 0:HEAD_DIM],
+            tiles.k[stage, :, :],
+            barrier=barriers.inputs_ready[stage],
         )
         T.tma_copy(
-            inputs.q[place.batch, first : first + CHUNK, place.head_q, 0:HEAD_DIM], tiles.q[stage, :, :], barrier=barriers.inputs_ready[stage]
+            inputs.q[place.batch, first : first + CHUNK, place.head_q, 0:HEAD_DIM],
+            tiles.q[stage, :, :],
+            barrier=barriers.inputs_ready[stage],
         )
         T.barrier_arrive(barriers.inputs_ready[stage])
 
@@ -215,7 +242,9 @@ def load_v_beta_warp(config, place, inputs, tiles, barriers):
         stage = chunk % config.stages
         first = chunk * CHUNK
         for i in T.Parallel(CHUNK):
-            beta_fragment[i] = inputs.beta[place.batch, T.min(first + i, place.tokens - 1), place.head]
+            beta_fragment[i] = inputs.beta[
+                place.batch, T.min(first + i, place.tokens - 1), place.head
+            ]
         T.barrier_wait(barriers.inputs_free[stage], (chunk // config.stages + 1) % 2)
         T.tma_copy(
             inputs.v[place.batch, first : first + CHUNK, place.head, place.dv : place.dv + dv],
@@ -240,7 +269,11 @@ def load_a_gate_warp(config, place, inputs, tiles, barriers):
             gate_fragment[i] = inputs.g[place.batch, T.min(first + i, last), place.head] * LOG2_E
         gate_last[0] = inputs.g[place.batch, last, place.head] * LOG2_E
         T.barrier_wait(barriers.inputs_free[stage], (chunk // config.stages + 1) % 2)
-        T.tma_copy(inputs.a[place.batch, first : first + CHUNK, place.head, 0:CHUNK], tiles.a[stage, :, :], barrier=barriers.inputs_ready[stage])
+        T.tma_copy(
+            inputs.a[place.batch, first : first + CHUNK, place.head, 0:CHUNK],
+            tiles.a[stage, :, :],
+            barrier=barriers.inputs_ready[stage],
+        )
         for i in T.Parallel(CHUNK):
             tiles.gate[stage, i] = gate_fragment[i]
             tiles.gamma[stage, i] = T.exp2(gate_fragment[i])
@@ -254,17 +287,20 @@ def store_warp(config, place, inputs, tiles, barriers):
     for chunk in T.serial(place.chunks):
         first = chunk * CHUNK
         T.barrier_wait(barriers.output_ready, chunk % 2)
-        T.copy(tiles.output, inputs.output[place.batch, first : first + CHUNK, place.head, place.dv : place.dv + dv])
+        T.copy(
+            tiles.output,
+            inputs.output[place.batch, first : first + CHUNK, place.head, place.dv : place.dv + dv],
+        )
         T.barrier_arrive(barriers.output_stored)
 
 
 def forward_kernel(config: ForwardConfig):
     """Build the forward kernel as a TileLang PrimFunc.
 
-    Arguments of the PrimFunc: q, k [B, T, Hq, 128] bf16, v [B, T, Hv, 128] bf16, g_cumsum, beta [B, T, Hv] fp32,
-    A [B, T, Hv, 64] bf16, initial_state [B, Hv, 128, 128] fp32 (a one-element dummy unless config.use_initial_state),
-    output [B, T, Hv, 128] bf16, final_state [B, Hv, 128, 128] fp32 (a one-element dummy unless
-    config.store_final_state), scale fp32. B and T are dynamic.
+    Arguments of the PrimFunc: q, k [B, T, Hq, 128] bf16, v [B, T, Hv, 128] bf16, g_cumsum, beta [B,
+    T, Hv] fp32, A [B, T, Hv, 64] bf16, initial_state [B, Hv, 128, 128] fp32 (a one-element dummy
+    unless config.use_initial_state), output [B, T, Hv, 128] bf16, final_state [B, Hv, 128, 128]
+    fp32 (a one-element dummy unless config.store_final_state), scale fp32. B and T are dynamic.
     """
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
     heads_q, heads_v, dv = config.heads_q, config.heads_v, config.block_dv
@@ -287,7 +323,14 @@ def forward_kernel(config: ForwardConfig):
     ):
         with T.Kernel(slices * heads_v * batch, threads=THREADS) as (block,):
             inputs = SimpleNamespace(
-                q=q, k=k, v=v, g=g_cumsum, beta=beta, a=A, initial_state=initial_state, output=output,
+                q=q,
+                k=k,
+                v=v,
+                g=g_cumsum,
+                beta=beta,
+                a=A,
+                initial_state=initial_state,
+                output=output,
                 final_state=final_state,
             )
             place = SimpleNamespace(
@@ -306,7 +349,9 @@ def forward_kernel(config: ForwardConfig):
                 beta=T.alloc_shared((config.stages, CHUNK), fp32, scope="shared"),
                 gate=T.alloc_shared((config.stages, CHUNK), fp32, scope="shared"),  # log2 of gamma
                 gamma=T.alloc_shared((config.stages, CHUNK), fp32, scope="shared"),
-                decay=T.alloc_shared((config.stages, CHUNK), fp32, scope="shared"),  # exp(g_last - g)
+                decay=T.alloc_shared(
+                    (config.stages, CHUNK), fp32, scope="shared"
+                ),  # exp(g_last - g)
                 state=T.alloc_shared((HEAD_DIM, dv), bf16),
                 v_new=T.alloc_shared((CHUNK, dv), bf16),
                 decayed=T.alloc_shared((CHUNK, dv), bf16),
