@@ -64,3 +64,16 @@ def empty_like(prepared: Prepared) -> Prepared:
 def flipped_expectations(output: Tensor, state: Tensor, signs: Signs) -> tuple[Tensor, Tensor]:
     """What flipped inputs must give, from what the base inputs give (float64 both)."""
     return output * signs.values, state * signs.state
+
+
+def flip_queries(q: Tensor, heads_v: int, seed: int) -> Tensor:
+    """Multiplies every query of q [B, T, Hq, 128] by a random sign, in place.
+
+    Returns the factor [B, T, heads_v, 1] by which the output then changes; the final state does
+    not, nor does anything that an implementation may have derived from the other inputs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 2, (*q.shape[:3], 1), generator=generator)
+    signs = (2 * bits - 1).to(q.device, torch.float32)
+    q.mul_(signs.to(q.dtype))
+    return signs.repeat_interleave(heads_v // q.shape[2], dim=2)
