@@ -7,7 +7,7 @@ import torch
 from .dispatch import choose_backend
 from .runtime import RUNTIME, RuntimeInfo
 from .torch_backend import cumsum_torch, forward_torch, solve_kkt_torch
-from .validation import check_forward, check_prepare, check_scale
+from .validation import check_forward, check_gate, check_prepare, check_scale
 
 
 def gdn_prefill_forward(
@@ -72,29 +72,24 @@ def chunk_gate_cumsum(g, *, backend="auto"):
     g: [B, T, Hv] fp32, natural-log decay of every token. Returns g_cumsum [B, T, Hv] fp32; the sum
     restarts every 64 tokens. Raises TypeError or ValueError for a wrong argument, by name.
     """
-    if _backend(backend, g) == "cuda":
-        from . import preprocess
-
-        return preprocess.chunk_gate_cumsum(g)
-    return cumsum_torch(g)
+    check_gate(g)
+    cumsum, _ = _preprocessing(backend, g)
+    return cumsum(g)
 
 
 def prepare(k, g, beta, *, backend="auto"):
-    """What the forward entry needs beside q, k, v and beta: the cumulative gate and the KKT
-    inverse.
+    """What the forward entry needs beside q, k, v and beta: the cumulative gate and the inverse A.
 
-    k: [B, T, Hq, 128] bf16; g: [B, T, Hv] fp32, raw natural-log decay; beta: [B, T, Hv] fp32.
+    k: [B, T, Hq, 128] bf16; g: [B, T, Hv] fp32, natural-log decay of every token;
+    beta: [B, T, Hv] fp32.
     Returns (g_cumsum [B, T, Hv] fp32, A [B, T, Hv, 64] bf16), see gdn_prefill_forward. In a tail
     chunk of l tokens the columns of A from l on are 0. Raises TypeError or ValueError for a wrong
     argument, by name.
     """
     check_prepare(k, g, beta)
-    if _backend(backend, k) == "cuda":
-        from . import preprocess
-
-        return preprocess.prepare(k, g, beta)
-    g_cumsum = cumsum_torch(g)
-    return g_cumsum, solve_kkt_torch(k, g_cumsum, beta)
+    cumsum, solve = _preprocessing(backend, k)
+    g_cumsum = cumsum(g)
+    return g_cumsum, solve(k, g_cumsum, beta)
 
 
 def cache_info() -> RuntimeInfo:
@@ -105,6 +100,15 @@ def cache_info() -> RuntimeInfo:
 def clear() -> None:
     """Drop every cached kernel, buffer and graph."""
     RUNTIME.clear()
+
+
+def _preprocessing(backend: str, tensor):
+    """The gate cumsum and the KKT inverse of the backend that serves the tensor's device."""
+    if _backend(backend, tensor) == "torch":
+        return cumsum_torch, solve_kkt_torch
+    from . import preprocess
+
+    return preprocess.chunk_gate_cumsum, preprocess.solve_kkt
 
 
 def _backend(requested: str, tensor) -> str:

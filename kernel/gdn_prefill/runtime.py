@@ -175,40 +175,29 @@ class Runtime:
         return buffers.output, buffers.final_state
 
     def _check_layout(self, tensors, scale, block_dv) -> Layout:
+        from .kernels.forward import PASS_CONFIGS, ForwardConfig, forward_kernel
+
         shape = check_forward(*tensors)
         device = tensors[0].device
-        with self._lock:
-            config = self.forward_config(
-                shape, len(tensors) == len(_NAMES), block_dv, _sm_count(device)
-            )
-            launch = self.kernel(config)
+        if block_dv is None:
+            block_dv = block_dv_for(shape.B * shape.Hv, _sm_count(device))
+        config = ForwardConfig(shape.Hq, shape.Hv, block_dv, len(tensors) == len(_NAMES))
         return Layout(
             shape,
             device,
             check_scale(scale),
-            launch,
+            self.kernel(forward_kernel, config, PASS_CONFIGS),
             torch.empty(1, dtype=torch.float32, device=device),
         )
 
-    @staticmethod
-    def forward_config(
-        shape: ForwardShape, use_initial_state: bool, block_dv: int | None, sm_count: int
-    ):
-        """The specialisation of the forward kernel that serves a shape."""
-        from .kernels.forward import ForwardConfig
-
-        tile = block_dv_for(shape.B * shape.Hv, sm_count) if block_dv is None else block_dv
-        return ForwardConfig(shape.heads_q, shape.heads_v, tile, use_initial_state)
-
-    def kernel(self, config) -> Any:
-        """The compiled launcher of a specialisation, built on first use."""
-        launch = self.kernels.get(config)
-        if launch is None:
-            from .kernels import forward
-
-            launch = compile_launcher(forward.forward_kernel(config), forward.PASS_CONFIGS)
-            self.compiles += 1
-            self.kernels.put(config, launch)
+    def kernel(self, factory, config, pass_configs) -> Any:
+        """The launcher of factory(config), a PrimFunc; compiled on first use."""
+        with self._lock:
+            launch = self.kernels.get((factory, config))
+            if launch is None:
+                launch = compile_launcher(factory(config), pass_configs)
+                self.compiles += 1
+                self.kernels.put((factory, config), launch)
         return launch
 
     def _drop_graphs_of(self, buffers: OutputBuffers) -> None:

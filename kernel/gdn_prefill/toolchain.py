@@ -250,7 +250,7 @@ def compile_for_hopper(prim_func, pass_configs: PassConfigs | None = None):
     if find_nvcc() is None:
         raise MissingToolError("nvcc is not installed (looked in PATH, CUDA_HOME and CUDA_PATH)")
     try:
-        return tilelang.compile(prim_func, target=TARGET, pass_configs=_normalised(pass_configs))
+        return tilelang.compile(prim_func, target=TARGET, pass_configs=dict(pass_configs or {}))
     except Exception as error:
         raise ToolchainError(
             f"compilation for {ARCHITECTURE} failed: {_tail(str(error))}"

@@ -74,7 +74,7 @@ class PreprocessConfig:
 
 
 def cumsum_kernel(config: PreprocessConfig):
-    """PrimFunc(g, g_cumsum): raw log decay [B, T, Hv] fp32 -> its chunk sums, same shape."""
+    """PrimFunc(g, g_cumsum): the chunk sums of the raw log decay, both [B, T, Hv] fp32."""
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
     heads, tile = config.heads_v, config.head_tile
     tiles = -(-heads // tile)
@@ -125,8 +125,10 @@ def cumsum_kernel(config: PreprocessConfig):
 
 
 def kkt_inverse_kernel(config: PreprocessConfig):
-    """PrimFunc(k, g_cumsum, beta, A): k [B, T, Hq, 128] bf16, g_cumsum and beta [B, T, Hv] fp32 -> A
-    [B, T, Hv, 64] bf16."""
+    """PrimFunc(k, g_cumsum, beta, A): the inverse of every chunk and V head.
+
+    k [B, T, Hq, 128] bf16; g_cumsum, beta [B, T, Hv] fp32; A [B, T, Hv, 64] bf16, written.
+    """
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
     heads_q, heads_v, group = config.heads_q, config.heads_v, config.group
 
@@ -173,14 +175,12 @@ def kkt_inverse_kernel(config: PreprocessConfig):
                     else:
                         gate_shared[i] = 0.0
                         beta_shared[i] = 0.0
-                # M = strict_lower(beta_i exp(g_i - g_j) <k_i, k_j>)
+                # M = beta_i exp(g_i - g_j) <k_i, k_j>; what is not below the diagonal is never read
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    m_shared[i, j] = T.if_then_else(
-                        i > j,
+                    m_shared[i, j] = (
                         gram_fragment[i, j]
                         * beta_shared[i]
-                        * T.exp2(T.min(gate_shared[i] - gate_shared[j], 0.0)),
-                        0.0,
+                        * T.exp2(T.min(gate_shared[i] - gate_shared[j], 0.0))
                     )
 
                 # T_p = (I + M_pp)^-1, row after row: T_p[i] = e_i - sum_j<i M_pp[i, j] T_p[j]
