@@ -1,4 +1,4 @@
-"""Launches of the preprocessing kernels on torch's current stream. Arguments are checked by api.py."""
+"""Launches of the preprocessing kernels on the current stream. Arguments are checked by api.py."""
 
 import torch
 from torch import Tensor
