@@ -1,7 +1,7 @@
 """Every kernel that the package ships, by name: what warm-up compiles and what CI inspects.
 
 A specialisation fixes head counts, tile and states; batch and length are run-time arguments, so a
-new B or T never compiles.
+new T never compiles, and a new B only where it makes another tile the fastest.
 
     python -m gdn_prefill.specialisations              the shipped ones, by name
     python -m gdn_prefill.specialisations --cases      how many the public cases need, and which
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from .dispatch import select_block_dv
+from .dispatch import block_dv_for
 
 # (q/k heads, V heads): the public cases', then Qwen3-Next's 16/32 and its tensor-parallel shards.
 HEADS = (
@@ -35,6 +35,12 @@ HEADS = (
 )
 
 
+# SMs of an H200 or H100 SXM; the tile that a call gets depends on it.
+SM_COUNT = 132
+# Batches up to here decide which tiles of a head count are shipped.
+MAX_BATCH = 256
+
+
 @dataclass(frozen=True)
 class Specialisation:
     """One kernel to compile: its unique name, the factory of its PrimFunc and its pass configs."""
@@ -45,16 +51,20 @@ class Specialisation:
 
 
 def forward_specialisation(
-    heads_q: int, heads_v: int, use_initial_state: bool, block_dv: int | None = None
+    heads_q: int, heads_v: int, block_dv: int, use_initial_state: bool
 ) -> Specialisation:
-    """The forward kernel that the runtime picks for these heads and states."""
+    """The forward kernel for these heads, this tile and with or without an initial state."""
     from .kernels import forward
 
-    tile = select_block_dv(heads_v, heads_q) if block_dv is None else block_dv
-    config = forward.ForwardConfig(heads_q, heads_v, tile, use_initial_state)
+    config = forward.ForwardConfig(heads_q, heads_v, block_dv, use_initial_state)
     return Specialisation(
         config.name, partial(forward.forward_kernel, config), dict(forward.PASS_CONFIGS)
     )
+
+
+def reachable_tiles(heads_v: int, sm_count: int = SM_COUNT) -> list[int]:
+    """The tiles that some batch of up to MAX_BATCH sequences selects."""
+    return sorted({block_dv_for(B * heads_v, sm_count) for B in range(1, MAX_BATCH + 1)})
 
 
 def preprocess_specialisations(heads_q: int, heads_v: int) -> tuple[Specialisation, ...]:
@@ -79,21 +89,27 @@ def shipped_specialisations() -> list[Specialisation]:
             item
             for heads_q, heads_v in HEADS
             for item in (
-                *(forward_specialisation(heads_q, heads_v, state) for state in (False, True)),
+                *(
+                    forward_specialisation(heads_q, heads_v, tile, state)
+                    for tile in reachable_tiles(heads_v)
+                    for state in (False, True)
+                ),
                 *preprocess_specialisations(heads_q, heads_v),
             )
         )
     )
 
 
-def case_specialisations(cases: Iterable[Any]) -> list[Specialisation]:
-    """Those that some cases need; a case has Hq, Hv and initial_state (bool)."""
+def case_specialisations(cases: Iterable[Any], sm_count: int = SM_COUNT) -> list[Specialisation]:
+    """Those that some cases need; a case has B, Hq, Hv and initial_state (bool)."""
     return list(
         _unique(
             item
             for case in cases
             for item in (
-                forward_specialisation(case.Hq, case.Hv, case.initial_state),
+                forward_specialisation(
+                    case.Hq, case.Hv, block_dv_for(case.B * case.Hv, sm_count), case.initial_state
+                ),
                 *preprocess_specialisations(case.Hq, case.Hv),
             )
         )
@@ -130,6 +146,12 @@ def main(arguments: list[str] | None = None) -> int:
         prog="gdn_prefill.specialisations", description="The kernels the package ships."
     )
     parser.add_argument("--cases", action="store_true", help="only those of the public cases")
+    parser.add_argument(
+        "--sms",
+        type=int,
+        default=SM_COUNT,
+        help="SMs of the device, for --cases (default %(default)s)",
+    )
     parser.add_argument("--compile", action="store_true", help="compile each for sm_90a")
     options = parser.parse_args(arguments)
     if options.cases:
@@ -141,8 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
             )
             return 2
         cases = load_cases()
-        items = case_specialisations(cases)
-        print(f"{len(items)} specialisations serve {len(cases)} cases")
+        items = case_specialisations(cases, options.sms)
+        print(f"{len(items)} specialisations serve {len(cases)} cases on {options.sms} SMs")
     else:
         items = shipped_specialisations()
         print(f"{len(items)} specialisations are shipped")

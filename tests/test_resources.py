@@ -1,0 +1,102 @@
+"""What the shipped kernels cost on sm_90a, by name, and a representative few through nvcc.
+
+All of them: python -m gdn_prefill.specialisations --compile
+"""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("tilelang")
+
+from cases import load_cases  # noqa: E402
+from gdn_prefill import specialisations, toolchain  # noqa: E402
+
+needs_nvcc = pytest.mark.skipif(
+    toolchain.unavailable() is not None, reason=f"nvcc: {toolchain.unavailable()}"
+)
+
+# Every tile of the forward kernel, with and without an initial state, and each preprocessing kernel
+# with its largest and an odd number of heads.
+REPRESENTATIVE = {
+    "forward_dv32": lambda: specialisations.forward_specialisation(4, 4, 32, False),
+    "forward_dv64": lambda: specialisations.forward_specialisation(16, 64, 64, True),
+    "forward_dv128": lambda: specialisations.forward_specialisation(8, 32, 128, True),
+    "preprocess_wide": lambda: specialisations.preprocess_specialisations(16, 64),
+    "preprocess_odd": lambda: specialisations.preprocess_specialisations(2, 6),
+}
+
+
+def costs(item) -> list[toolchain.Resources]:
+    items = item if isinstance(item, tuple) else (item,)
+    return [toolchain.resources(each.build(), each.pass_configs) for each in items]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_no_spills_no_warnings_within_budget(name):
+    for cost in costs(REPRESENTATIVE[name]()):
+        assert cost.problems() == (), cost.line()
+        assert cost.shared_bytes <= toolchain.SHARED_MEMORY_LIMIT
+        assert cost.registers * cost.threads <= toolchain.REGISTER_FILE
+        if cost.sass is not None:
+            assert cost.sass["LDL"] == cost.sass["STL"] == 0, cost.line()
+
+
+@needs_nvcc
+def test_matrix_products_run_on_the_tensor_cores():
+    (forward,) = costs(REPRESENTATIVE["forward_dv128"]())
+    if forward.sass is None:
+        pytest.skip("no nvdisasm here")
+    # in steps of 16: K S, K^T (.), Q K^T and Q S take 8, A W' and P V_new 4
+    assert forward.sass["HGMMA"] >= 4 * 8 + 2 * 4
+
+
+def test_offsets_are_64_bit():
+    """Token offsets are not formed in 32 bits: B T Hv 64 passes 2^31 well within memory."""
+    for item in specialisations.preprocess_specialisations(16, 64):
+        source = toolchain.generate(item.build(), item.pass_configs).device_source
+        accesses = [line for line in source.splitlines() if "((int64_t)row)" in line]
+        assert accesses
+        assert all("((int64_t)row) * ((int64_t)tokens)" in line for line in accesses)
+
+
+def test_public_cases_are_served_by_shipped_kernels():
+    shipped = {item.name for item in specialisations.shipped_specialisations()}
+    needed = [item.name for item in specialisations.case_specialisations(load_cases())]
+    assert len(needed) == len(set(needed))
+    assert set(needed) <= shipped
+
+
+def test_longer_sequences_add_no_specialisation():
+    cases = load_cases()
+    needed = [item.name for item in specialisations.case_specialisations(cases)]
+    longer = [replace(case, T=case.T * 2 + 1) for case in cases]
+    assert [item.name for item in specialisations.case_specialisations(longer)] == needed
+
+
+def test_any_batch_of_shipped_heads_is_shipped():
+    shipped = {item.name for item in specialisations.shipped_specialisations()}
+    case = load_cases()[0]
+    for heads_q, heads_v in specialisations.HEADS:
+        cases = [replace(case, B=B, Hq=heads_q, Hv=heads_v) for B in (1, 2, 3, 8, 33, 200)]
+        assert {item.name for item in specialisations.case_specialisations(cases)} <= shipped
+
+
+def test_command_prints_the_number_of_the_cases(capsys):
+    assert specialisations.main(["--cases"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    count = f"{len(lines) - 1} specialisations serve {len(load_cases())} cases on 132 SMs"
+    assert lines[0] == count
+
+
+def test_command_reports_problems(monkeypatch, capsys):
+    """A kernel that spills makes the command fail and says which."""
+    spilling = toolchain.Resources("k", 128, 255, 8, 8, 0, 0, (), (), None)
+    monkeypatch.setattr(toolchain, "compile_for_hopper", lambda *_: None)
+    monkeypatch.setattr(toolchain, "resources", lambda *_: spilling)
+    item = specialisations.Specialisation("spilling_kernel", lambda: None, {})
+    monkeypatch.setattr(specialisations, "shipped_specialisations", lambda: [item])
+    assert specialisations.main(["--compile"]) == 1
+    out = capsys.readouterr().out
+    assert "spilling_kernel" in out and "PROBLEM spills 8 B" in out
