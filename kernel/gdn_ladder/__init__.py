@@ -6,14 +6,14 @@
 versions.py is the table of ideas and what became of them, families.py names the kernels behind it.
 """
 
-from .families import Call, Family, LadderShape
+from .families import Inputs, Kernel, LadderShape
 from .launch import NotBuiltError, available_versions, forward, get_version
 from .versions import VERSIONS, Version
 
 __all__ = [
     "VERSIONS",
-    "Call",
-    "Family",
+    "Inputs",
+    "Kernel",
     "LadderShape",
     "NotBuiltError",
     "Version",

@@ -10,6 +10,9 @@ the later families give up:
     O      = scale gamma (Q S) + scores V_new
     S      = gamma_last S + K^T (exp(g_last - g) V_new)
 
+v20 shares this kernel without the step that names the family: V_new = A (beta (V - gamma K S)), six
+GEMMs in series, small enough for two CTAs a multiprocessor.
+
 A holds beta and the gate ratio inside its inverse but not the right-hand diag(beta), so beta
 multiplies the rows of V and of gamma K. Operands are rounded to bf16 once, accumulators and the
 state are FP32, and only g itself and differences g_i - g_j <= 0 are exponentiated.
@@ -31,6 +34,8 @@ import tilelang
 import tilelang.language as T
 from tvm import tirx
 
+from .naming import named
+
 CHUNK = 64
 HEAD_DIM = 128
 WARP_GROUP = 128
@@ -50,6 +55,9 @@ class EarlyConfig:
     block_dv: state columns of one CTA (32, 64 or 128).
     loads: "elementwise" by the computing threads, or "tma" by a warp group of its own.
     qk_stages: buffers for Q, K, g and beta; two of them only with TMA loads.
+    forms_w: False takes V_new = A (beta (V - gamma K S)) instead of U - W S (v20).
+    registers: registers a thread of (computing, producer) groups; None: the compiler's choice.
+    ctas_per_multiprocessor: what the compiler's register limit must leave room for.
     use_initial_state: False starts from a zero state and never reads initial_state.
     """
 
@@ -58,6 +66,9 @@ class EarlyConfig:
     block_dv: int = 32
     loads: Literal["elementwise", "tma"] = "elementwise"
     qk_stages: int = 1
+    forms_w: bool = True
+    registers: tuple[int, int] | None = None
+    ctas_per_multiprocessor: int = 1
     use_initial_state: bool = False
 
     def __post_init__(self) -> None:
@@ -147,12 +158,60 @@ def produce(config, place, inputs, tiles, barriers):
 
 
 @T.macro
+def form_u_and_w(config, tiles, barriers, chunk, v_new_fragment):
+    """V_new = U - W S, from three GEMMs."""
+    stage = chunk % config.qk_stages
+    w_fragment = T.alloc_fragment((CHUNK, HEAD_DIM), FP32)
+    # -(beta gamma K): W comes out negated, so that V_new is a sum in one accumulator
+    for i, j in T.Parallel(CHUNK, HEAD_DIM):
+        tiles.scaled_k[i, j] = -tiles.beta[stage, i] * tiles.gamma[i] * tiles.k[stage, i, j]
+    if config.has_producer:
+        T.barrier_wait(barriers.va_ready[0], chunk % 2)
+    # beta V, in place of V
+    for i, j in T.Parallel(CHUNK, config.block_dv):
+        tiles.v[0, i, j] = tiles.beta[stage, i] * tiles.v[0, i, j]
+    T.fence_proxy_async()
+
+    # -W = A (-(beta gamma K))
+    T.gemm(tiles.a[0, :, :], tiles.scaled_k, w_fragment, clear_accum=True)
+    # U = A (beta V)
+    T.gemm(tiles.a[0, :, :], tiles.v[0, :, :], v_new_fragment, clear_accum=True)
+    if config.has_producer:
+        T.barrier_arrive(barriers.va_free[0])
+    T.copy(w_fragment, tiles.w)
+    T.fence_proxy_async()
+    # V_new = U + (-W) S
+    T.gemm(tiles.w, tiles.state, v_new_fragment)
+
+
+@T.macro
+def correct_v(config, tiles, barriers, chunk, v_new_fragment):
+    """V_new = A W', from two GEMMs."""
+    stage = chunk % config.qk_stages
+    T.fence_proxy_async()
+    # U' = K S
+    T.gemm(tiles.k[stage, :, :], tiles.state, v_new_fragment, clear_accum=True)
+    if config.has_producer:
+        T.barrier_wait(barriers.va_ready[0], chunk % 2)
+    # W' = beta (V - gamma U'), in place of V
+    for i, j in T.Parallel(CHUNK, config.block_dv):
+        v_new_fragment[i, j] = tiles.beta[stage, i] * (
+            tiles.v[0, i, j] - tiles.gamma[i] * v_new_fragment[i, j]
+        )
+    T.copy(v_new_fragment, tiles.v[0, :, :])
+    T.fence_proxy_async()
+    # V_new = A W'
+    T.gemm(tiles.a[0, :, :], tiles.v[0, :, :], v_new_fragment, clear_accum=True)
+    if config.has_producer:
+        T.barrier_arrive(barriers.va_free[0])
+
+
+@T.macro
 def compute(config, place, inputs, tiles, barriers):
     """The computing threads: all seven GEMMs of a chunk, one after the other."""
     dv = config.block_dv
     state_columns = slice(place.dv, place.dv + dv)
     state_fragment = T.alloc_fragment((HEAD_DIM, dv), FP32)
-    w_fragment = T.alloc_fragment((CHUNK, HEAD_DIM), FP32)
     v_new_fragment = T.alloc_fragment((CHUNK, dv), FP32)
     scores_fragment = T.alloc_fragment((CHUNK, CHUNK), FP32)
     output_fragment = T.alloc_fragment((CHUNK, dv), FP32)
@@ -182,26 +241,10 @@ def compute(config, place, inputs, tiles, barriers):
             tiles.decay[i] = T.exp2((tiles.g[stage, CHUNK - 1] - tiles.g[stage, i]) * LOG2_E)
         T.copy(state_fragment, tiles.state)
 
-        # -(beta gamma K): W comes out negated, so that V_new is a sum in one accumulator
-        for i, j in T.Parallel(CHUNK, HEAD_DIM):
-            tiles.scaled_k[i, j] = -tiles.beta[stage, i] * tiles.gamma[i] * tiles.k[stage, i, j]
-        if config.has_producer:
-            T.barrier_wait(barriers.va_ready[0], chunk % 2)
-        # beta V, in place of V
-        for i, j in T.Parallel(CHUNK, dv):
-            tiles.v[0, i, j] = tiles.beta[stage, i] * tiles.v[0, i, j]
-        T.fence_proxy_async()
-
-        # -W = A (-(beta gamma K))
-        T.gemm(tiles.a[0, :, :], tiles.scaled_k, w_fragment, clear_accum=True)
-        # U = A (beta V)
-        T.gemm(tiles.a[0, :, :], tiles.v[0, :, :], v_new_fragment, clear_accum=True)
-        if config.has_producer:
-            T.barrier_arrive(barriers.va_free[0])
-        T.copy(w_fragment, tiles.w)
-        T.fence_proxy_async()
-        # V_new = U + (-W) S
-        T.gemm(tiles.w, tiles.state, v_new_fragment)
+        if config.forms_w:
+            form_u_and_w(config, tiles, barriers, chunk, v_new_fragment)
+        else:
+            correct_v(config, tiles, barriers, chunk, v_new_fragment)
         T.copy(v_new_fragment, tiles.v_new)
 
         # Q K^T
@@ -278,6 +321,8 @@ def early_kernel(config: EarlyConfig) -> tirx.PrimFunc:
         final_state: T.Tensor((batch, heads_v, HEAD_DIM, HEAD_DIM), FP32),
     ):
         with T.Kernel(slices * heads_v * batch, threads=config.threads) as block:
+            if config.ctas_per_multiprocessor > 1:
+                T.annotate_min_blocks_per_sm(config.ctas_per_multiprocessor)
             inputs = SimpleNamespace(
                 q=q,
                 k=k,
@@ -297,7 +342,8 @@ def early_kernel(config: EarlyConfig) -> tirx.PrimFunc:
                 tokens=tokens,
                 chunks=T.ceildiv(tokens, CHUNK),
             )
-            tiles = SimpleNamespace(
+            tiles = named(
+                "_shared",
                 q=T.alloc_shared((stages, CHUNK, HEAD_DIM), BF16),
                 k=T.alloc_shared((stages, CHUNK, HEAD_DIM), BF16),
                 v=T.alloc_shared((1, CHUNK, dv), BF16),
@@ -306,23 +352,27 @@ def early_kernel(config: EarlyConfig) -> tirx.PrimFunc:
                 beta=T.alloc_shared((stages, CHUNK), FP32, scope="shared"),
                 gamma=T.alloc_shared((CHUNK,), FP32, scope="shared"),
                 decay=T.alloc_shared((CHUNK,), FP32, scope="shared"),  # exp(g_last - g)
-                scaled_k=T.alloc_shared((CHUNK, HEAD_DIM), BF16),
-                w=T.alloc_shared((CHUNK, HEAD_DIM), BF16),
+                scaled_k=T.alloc_shared((CHUNK, HEAD_DIM), BF16) if config.forms_w else None,
+                w=T.alloc_shared((CHUNK, HEAD_DIM), BF16) if config.forms_w else None,
                 state=T.alloc_shared((HEAD_DIM, dv), BF16),
                 scores=T.alloc_shared((CHUNK, CHUNK), BF16),
                 v_new=T.alloc_shared((CHUNK, dv), BF16),
                 decayed=T.alloc_shared((CHUNK, dv), BF16),
             )
             if config.has_producer:
-                barriers = SimpleNamespace(
+                barriers = named(
                     qk_ready=T.alloc_barrier([WARP_GROUP] * stages),
                     qk_free=T.alloc_barrier([config.compute_threads] * stages),
                     va_ready=T.alloc_barrier([WARP_GROUP]),
                     va_free=T.alloc_barrier([config.compute_threads]),
                 )
                 if T.get_thread_binding() < config.compute_threads:
+                    if config.registers is not None:
+                        T.set_max_nreg(config.registers[0], 1)
                     compute(config, place, inputs, tiles, barriers)
                 else:
+                    if config.registers is not None:
+                        T.set_max_nreg(config.registers[1], 0)
                     produce(config, place, inputs, tiles, barriers)
             else:
                 compute(config, place, inputs, tiles, None)

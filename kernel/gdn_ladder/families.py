@@ -7,15 +7,13 @@ function of the LadderShape that gives it.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 HEAD_DIM = 128
 H200_MULTIPROCESSORS = 132  # assumed where there is no GPU: emulator, ahead-of-time compilation
-
-Execute = Callable[[Any, Mapping], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,9 @@ class LadderShape:
     multiprocessors: int = H200_MULTIPROCESSORS
 
 
-@dataclass(frozen=True)
-class Call:
-    """The tensors of one call; the outputs are allocated already."""
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The tensors of one call, laid out as gdn_prefill.gdn_prefill_forward takes them."""
 
     q: Tensor
     k: Tensor
@@ -41,86 +39,163 @@ class Call:
     beta: Tensor
     A: Tensor
     initial_state: Tensor | None
-    output: Tensor
-    final_state: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All but the initial state, in the order that every kernel takes them."""
+        return self.q, self.k, self.v, self.g_cumsum, self.beta, self.A
+
+
+Result = tuple[Tensor, Tensor]
+Settings = Mapping[str, Any]
+# From a kernel and its config to the callable that takes the PrimFunc's arguments.
+Execute = Callable[["Kernel", Any], Callable[..., Any]]
+
+
+class Family(Protocol):
+    """What a row of the table points to."""
+
+    name: str
+    summary: str
+
+    def bind(
+        self, settings: Settings, shape: LadderShape, execute: Execute
+    ) -> Callable[[Inputs], Result]:
+        """Everything that one call and the next of the same shape share; raises ValueError."""
 
 
 @dataclass(frozen=True)
-class Family:
-    """One kernel and its frozen config.
+class Kernel:
+    """A family of one kernel with a frozen config.
 
-    module: where config_type, kernel and PASS_CONFIGS live; imported on first use.
+    module: where config_type, build and PASS_CONFIGS live; imported on first use.
     config_type: name of the frozen config; its fields heads_q, heads_v and use_initial_state are
         filled in from the shape, the others from the version's settings.
-    kernel: name of the function from the config to a PrimFunc.
-    arguments: from a Call to the PrimFunc's arguments.
+    builder: name of the function from the config to a PrimFunc.
+    arguments: from the inputs, output and final state to the PrimFunc's arguments.
     """
 
     name: str
     summary: str
     module: str
     config_type: str
-    kernel: str
-    arguments: Callable[[Call], tuple]
+    builder: str
+    arguments: Callable[[Inputs, Tensor, Tensor], tuple]
 
     @property
     def _home(self):
         return import_module(self.module)
 
-    def configure(self, settings: Mapping[str, Any], shape: LadderShape):
-        """The frozen config of a version for a shape. Raises ValueError where it has none."""
-        resolved = {
-            field: value(shape) if callable(value) else value for field, value in settings.items()
-        }
-        return getattr(self._home, self.config_type)(
-            heads_q=shape.heads_q,
-            heads_v=shape.heads_v,
-            use_initial_state=shape.use_initial_state,
-            **resolved,
-        )
-
-    def build(self, config):
-        """The PrimFunc of a config."""
-        return getattr(self._home, self.kernel)(config)
-
     @property
     def pass_configs(self) -> Mapping:
         return self._home.PASS_CONFIGS
 
-    def run(self, settings: Mapping[str, Any], shape: LadderShape, call: Call, execute) -> None:
-        """Fill the call's outputs. execute(family, config) gives the callable to launch."""
-        execute(self, self.configure(settings, shape))(*self.arguments(call))
+    def configure(self, settings: Settings, shape: LadderShape) -> Any:
+        """The frozen config of a version for a shape. Raises ValueError where it has none."""
+        return getattr(self._home, self.config_type)(
+            heads_q=shape.heads_q,
+            heads_v=shape.heads_v,
+            use_initial_state=shape.use_initial_state,
+            **resolve(settings, shape),
+        )
+
+    def build(self, config) -> Any:
+        """The PrimFunc of a config."""
+        return getattr(self._home, self.builder)(config)
+
+    def bind(
+        self, settings: Settings, shape: LadderShape, execute: Execute
+    ) -> Callable[[Inputs], Result]:
+        launch = execute(self, self.configure(settings, shape))
+
+        def call(inputs: Inputs) -> Result:
+            output, final_state = allocate(inputs)
+            launch(*self.arguments(inputs, output, final_state))
+            return output, final_state
+
+        return call
 
 
-def _early_arguments(call: Call) -> tuple:
-    # The state's shape stands for the absent initial state, which is never read.
-    initial = call.final_state if call.initial_state is None else call.initial_state
-    return (*_inputs(call), initial, call.output, call.final_state)
+@dataclass(frozen=True)
+class PackageRuntime:
+    """The package's own call layer: its caches, its reused outputs, its CUDA Graphs."""
+
+    name: str = "runtime"
+    summary: str = "the shipped kernel behind the package's caches"
+
+    def bind(
+        self, settings: Settings, shape: LadderShape, execute: Execute
+    ) -> Callable[[Inputs], Result]:
+        """`execute` has no say here: what is shown is the package's way of launching."""
+        from gdn_prefill import gdn_prefill_forward
+
+        options = resolve(settings, shape)
+
+        def call(inputs: Inputs) -> Result:
+            return gdn_prefill_forward(*inputs.tensors(), inputs.initial_state, **options)
+
+        return call
 
 
-def _forward_arguments(call: Call) -> tuple:
-    absent = torch.empty(1, dtype=torch.float32, device=call.q.device)
-    initial = absent if call.initial_state is None else call.initial_state
-    return (*_inputs(call), initial, call.output, call.final_state, HEAD_DIM**-0.5)
+def resolve(settings: Settings, shape: LadderShape) -> dict[str, Any]:
+    """Settings with every rule replaced by what it gives for the shape."""
+    return {field: value(shape) if callable(value) else value for field, value in settings.items()}
 
 
-def _inputs(call: Call) -> tuple:
-    return call.q, call.k, call.v, call.g_cumsum, call.beta, call.A
+def allocate(inputs: Inputs) -> Result:
+    """Checks the inputs, then makes an output and a final state for them."""
+    from gdn_prefill.validation import check_forward
+
+    shape = check_forward(*inputs.tensors(), inputs.initial_state)
+    device = inputs.q.device
+    return (
+        torch.empty(shape.output, dtype=torch.bfloat16, device=device),
+        torch.empty(shape.state, dtype=torch.float32, device=device),
+    )
 
 
-EARLY = Family(
+def _ladder_arguments(inputs: Inputs, output: Tensor, final_state: Tensor) -> tuple:
+    # The final state's shape stands for an absent initial state, which is never read.
+    initial = final_state if inputs.initial_state is None else inputs.initial_state
+    return (*inputs.tensors(), initial, output, final_state)
+
+
+def _forward_arguments(inputs: Inputs, output: Tensor, final_state: Tensor) -> tuple:
+    initial = inputs.initial_state
+    if initial is None:
+        initial = torch.empty(1, dtype=torch.float32, device=output.device)
+    return (*inputs.tensors(), initial, output, final_state, HEAD_DIM**-0.5)
+
+
+EARLY = Kernel(
     name="early",
     summary="one or two computing warp groups, U and W formed, seven GEMMs in a row",
     module="gdn_ladder.early",
     config_type="EarlyConfig",
-    kernel="early_kernel",
-    arguments=_early_arguments,
+    builder="early_kernel",
+    arguments=_ladder_arguments,
 )
-FORWARD = Family(
+FORWARD = Kernel(
     name="forward",
     summary="the shipped four-group kernel: state, V, O and producer warp groups",
     module="gdn_prefill.kernels.forward",
     config_type="ForwardConfig",
-    kernel="forward_kernel",
+    builder="forward_kernel",
     arguments=_forward_arguments,
 )
+FOUR_GROUP = Kernel(
+    name="four_group",
+    summary="v7's structure with one thing changed",
+    module="gdn_ladder.four_group",
+    config_type="FourGroupConfig",
+    builder="four_group_kernel",
+    arguments=_ladder_arguments,
+)
+INT8 = Kernel(
+    name="int8",
+    summary="one computing warp group, six int8 GEMMs in a row",
+    module="gdn_ladder.int8",
+    config_type="Int8Config",
+    builder="int8_kernel",
+    arguments=_ladder_arguments,
+)
+RUNTIME = PackageRuntime()

@@ -1,4 +1,4 @@
-"""Running a version: validation, allocation, and the compiled kernels kept for the next call."""
+"""Running a version by name, with the compiled kernels kept for the next call."""
 
 import functools
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .families import Call, Family, LadderShape
+from .families import Execute, Inputs, Kernel, LadderShape
 from .versions import BY_NAME, VERSIONS, Version
 
 
@@ -36,39 +36,49 @@ def forward(
     A: Tensor,
     initial_state: Tensor | None = None,
     *,
-    execute: Any = None,
+    execute: Execute | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run one version of the ladder; arguments and results as gdn_prefill.gdn_prefill_forward.
 
-    The kernel is compiled on the first call of a specialisation and kept. execute(family, config)
-    replaces that: it gives the callable that takes the PrimFunc's arguments, such as an emulator.
+    A kernel is compiled on the first call that needs it and kept. `execute` replaces compiling and
+    launching: from a families.Kernel and its config it gives the callable that takes the
+    PrimFunc's arguments, such as an emulator of it.
 
-    Returns (output [B, T, Hv, 128] bf16, final_state [B, Hv, 128, 128] fp32), freshly allocated.
-    Raises ValueError for an unknown version, NotBuiltError for one that no kernel runs yet, and
-    TypeError or ValueError for a wrong tensor.
+    Returns (output [B, T, Hv, 128] bf16, final_state [B, Hv, 128, 128] fp32), freshly allocated but
+    for v14, which reuses its own. Raises ValueError for an unknown version, NotBuiltError for one
+    that no kernel runs yet, TypeError or ValueError for a wrong tensor.
     """
-    from gdn_prefill.validation import check_forward
-
     row = get_version(version)
     if row.family is None:
         raise NotBuiltError(
             f"version {version!r} is not built yet, available are {', '.join(available_versions())}"
         )
-    checked = check_forward(q, k, v, g_cumsum, beta, A, initial_state)
-    batch, tokens, heads_q, _ = q.shape
-    shape = LadderShape(
-        batch,
-        tokens,
-        heads_q,
-        v.shape[2],
-        initial_state is not None,
-        **({"multiprocessors": _multiprocessors(q.device)} if q.is_cuda else {}),
-    )
-    output = torch.empty_like(v)
-    final_state = torch.empty(checked.state, dtype=torch.float32, device=q.device)
-    call = Call(q, k, v, g_cumsum, beta, A, initial_state, output, final_state)
-    row.family.run(row.settings, shape, call, execute or _compiled)
-    return output, final_state
+    inputs = Inputs(q, k, v, g_cumsum, beta, A, initial_state)
+    shape = _shape(inputs)
+    if execute is None:
+        if not q.is_cuda:
+            raise ValueError(
+                f"q is on {q.device}: version {version!r} runs on a Hopper GPU, or by an `execute`"
+            )
+        return _bound(row.name, shape)(inputs)
+    return row.family.bind(row.settings, shape, execute)(inputs)
+
+
+def _shape(inputs: Inputs) -> LadderShape:
+    try:
+        batch, tokens, heads_q, _ = inputs.q.shape
+        heads_v = inputs.v.shape[2]
+        on_gpu = inputs.q.is_cuda
+    except (AttributeError, IndexError, ValueError):
+        from gdn_prefill.validation import check_forward
+
+        check_forward(*inputs.tensors(), inputs.initial_state)
+        raise
+    has_state = inputs.initial_state is not None
+    if not on_gpu:
+        return LadderShape(batch, tokens, heads_q, heads_v, has_state)
+    multiprocessors = _multiprocessors(inputs.q.device)
+    return LadderShape(batch, tokens, heads_q, heads_v, has_state, multiprocessors)
 
 
 @functools.cache
@@ -76,8 +86,14 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.lru_cache(maxsize=256)
+def _bound(name: str, shape: LadderShape) -> Any:
+    row = BY_NAME[name]
+    return row.family.bind(row.settings, shape, _compiled)
+
+
 @functools.cache
-def _compiled(family: Family, config) -> Any:
+def _compiled(kernel: Kernel, config) -> Any:
     from gdn_prefill.runtime import compile_launcher
 
-    return compile_launcher(family.build(config), family.pass_configs)
+    return compile_launcher(kernel.build(config), kernel.pass_configs)

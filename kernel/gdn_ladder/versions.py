@@ -11,7 +11,16 @@ from typing import Any, Literal
 
 from gdn_prefill.dispatch import select_block_dv
 
-from .families import EARLY, FORWARD, HEAD_DIM, Family, LadderShape
+from .families import (
+    EARLY,
+    FORWARD,
+    FOUR_GROUP,
+    HEAD_DIM,
+    INT8,
+    RUNTIME,
+    Family,
+    LadderShape,
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,8 @@ class Version:
     idea: the one thing that sets it apart from the row it starts from.
     lesson: what the source found.
     family: the kernel that runs it; None while no kernel does.
-    settings: fields of the family's config, each a value or a function of the LadderShape.
+    settings: fields of the family's config (of the call, for the runtime), each a value or a
+        function of the LadderShape.
     expected: "pass", or "fail" for an idea kept to show why it is wrong; `reason` says why then.
     source_ms: the source's core time by case, in ms.
     """
@@ -97,6 +107,8 @@ VERSIONS: tuple[Version, ...] = (
         "v4",
         idea="FlashQLA's kernel as it is, given the course's A",
         lesson="compiles and is wrong: largest output error about 7e-3",
+        family=FOUR_GROUP,
+        settings={"block_dv": gva_aware, "a_holds_gate": False},
         expected="fail",
         reason="it multiplies A by beta and the gate ratios, which the course's A holds already",
     ),
@@ -126,6 +138,8 @@ VERSIONS: tuple[Version, ...] = (
         "v9",
         idea="v7 without the two barriers that hold back the next chunk's writes",
         lesson="NaN: iterations race",
+        family=FOUR_GROUP,
+        settings={"block_dv": gva_aware, "guards": False},
         expected="fail",
         reason="bf16 state and V_new are overwritten while the groups of the last chunk read them",
     ),
@@ -133,37 +147,63 @@ VERSIONS: tuple[Version, ...] = (
         "v9.5",
         idea="v7 without the write-back warp: the O group stores its output element by element",
         lesson="right, but long_low_gva 41 % slower in the text, 2.1x in the figure",
+        family=FOUR_GROUP,
+        settings={"block_dv": gva_aware, "output": "direct"},
     ),
     Version(
         "v10",
-        idea="v7 with the gates of all V heads loaded in one box instead of one column at a time",
+        idea="v7 with g and beta of all heads (32 at most) in one TMA box each, not by column",
         lesson="more shared memory and a fixed cost a chunk: wide_gva_state 42 % slower",
+        family=FOUR_GROUP,
+        settings={"block_dv": gva_aware, "gates": "box"},
     ),
     Version(
         "v11",
-        idea="v10 for beta too",
-        lesson="as v10",
+        idea="v10 with plain row loads in place of TMA",
+        lesson="as v10; the source names the two together and does not tell them apart",
+        family=FOUR_GROUP,
+        settings={"block_dv": gva_aware, "gates": "rows"},
     ),
     Version(
         "v14",
         idea="v7 behind the runtime's kernel, buffer and CUDA Graph caches",
         lesson="short calls gain most; public score 112.07, hidden 116.16",
+        family=RUNTIME,
+        settings={"block_dv": gva_aware, "reuse_outputs": True, "backend": "cuda"},
         source_ms={"short_tail_state": 0.067},
     ),
     Version(
         "v15",
         idea="v7 with three stages for K",
         lesson="within 1.6 %, noise: one more barrier round costs what the distance gains",
+        family=FOUR_GROUP,
+        settings={"block_dv": gva_aware, "k_stages": 3},
     ),
     Version(
         "v20",
         idea="two CTAs a multiprocessor: one computing group does all six GEMMs in series",
         lesson="about 2.7x slower than v14",
+        family=EARLY,
+        settings={
+            "loads": "tma",
+            "block_dv": 64,
+            "forms_w": False,
+            "registers": (208, 40),
+            "ctas_per_multiprocessor": 2,
+        },
     ),
     Version(
         "v21",
         idea="two CTAs a multiprocessor: four groups squeezed into 64 registers a thread",
         lesson="about 2.7x slower than v14, and it spills",
+        family=FOUR_GROUP,
+        settings={
+            "block_dv": 64,
+            "stages": 1,
+            "k_stages": 1,
+            "registers": None,
+            "ctas_per_multiprocessor": 2,
+        },
     ),
     Version(
         "scan",
@@ -174,6 +214,7 @@ VERSIONS: tuple[Version, ...] = (
         "w8a8",
         idea="int8 operands, scaled by row, in every GEMM",
         lesson="compiles; the errors of K, V and A add up in the state",
+        family=INT8,
         expected="fail",
         reason="eight bits leave an error far above the tolerance of 5e-3",
     ),
