@@ -1,0 +1,169 @@
+"""Every adversarial submission is rejected and the honest one is not; the judge's own rules."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases import Case
+from harness import judge as judge_module
+from harness.check import Status
+from harness.judge import CPU_SLACK, GPU_SLACK, _Call, _Record, _Trial, judge
+from harness.timing import Plan, Protocol
+
+SUBMISSIONS = Path(__file__).parent / "submissions"
+TINY = Case("tiny", 1, 193, 2, 4, True, "mixed")
+# Large enough for the kernel to take longer than a checksum of its inputs.
+SMALL = Case("small", 1, 8192, 4, 8, True, "mixed")
+PLAN = Plan(warmup=10, repetitions=12)
+CPU = torch.device("cpu")
+
+WRONG, SUSPECT, ERROR = Status.WRONG, Status.SUSPECT, Status.ERROR
+EXPECTED = {
+    "cached_by_pointer": (WRONG, "output"),
+    "cached_by_content": (SUSPECT, "on the same contents"),
+    "frozen_arguments": (WRONG, "moved call"),
+    "worker_thread": ((WRONG, SUSPECT), ""),
+    "patched_timer": (SUSPECT, "it replaced time.perf_counter"),
+    "patched_harness": (SUSPECT, "Timer._"),
+    "lazy_tensor": (SUSPECT, "output is a Lazy, must be exactly torch.Tensor"),
+    "modified_inputs": (Status.INPUT_MODIFIED, "v was changed"),
+    "stale_memory": (WRONG, "output"),
+    "nan_outputs": (WRONG, "not finite"),
+    "warmup_detection": (WRONG, "output"),
+    "forged_exit": (ERROR, "ended with exit code 0 before it was done"),
+    "forged_messages": (SUSPECT, "spoke to the judge itself"),
+    "patched_checker": (WRONG, "output"),
+    "precomputed_outside": ((WRONG, SUSPECT), ""),
+}
+GPU_ONLY = {"side_stream": (SUSPECT, "the device worked on")}
+
+
+def assert_rejected(outcome, expected):
+    statuses, reason = expected
+    assert outcome.status in (statuses if isinstance(statuses, tuple) else (statuses,))
+    assert reason in outcome.reason
+    assert outcome.times_ms == ()
+
+
+def test_every_submission_has_an_expectation():
+    files = {path.stem for path in SUBMISSIONS.glob("*.py")}
+    assert files == {*EXPECTED, *GPU_ONLY, "honest", "fakes"}
+    assert len(EXPECTED) >= 8
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_rejected_on_a_cpu(name):
+    outcome = judge(SUBMISSIONS / f"{name}.py", TINY, PLAN, CPU, backend="torch", timeout_s=300)
+    assert_rejected(outcome, EXPECTED[name])
+
+
+def test_honest_passes_on_a_cpu():
+    outcome = judge(SUBMISSIONS / "honest.py", TINY, PLAN, CPU, backend="torch", timeout_s=300)
+    assert (outcome.status, outcome.reason, outcome.times_ms) == (Status.PASS, "", ())
+    assert (outcome.implementation, outcome.version) == ("honest", "submission")
+
+
+def submit(tmp_path, body, timeout_s=300.0):
+    """Judges a file with that body on the CPU."""
+    path = tmp_path / "mine.py"
+    path.write_text(f"import torch\n{body}")
+    return judge(path, TINY, Plan(warmup=1, repetitions=4), CPU, "torch", timeout_s)
+
+
+ENTRY = "def gdn_prefill_forward(q, k, v, g_cumsum, beta, A, initial_state=None):\n    "
+RIGHT = (
+    "from gdn_prefill import gdn_prefill_forward as compute\n"
+    "    o, s = compute(q, k, v, g_cumsum, beta, A, initial_state)\n    "
+)
+
+
+@pytest.mark.parametrize(
+    "body, status, reason",
+    [
+        ("x = 1\n", ERROR, "mine.py defines no function gdn_prefill_forward"),
+        ("import no_such_module\n", ERROR, "ModuleNotFoundError: No module named"),
+        (f"{ENTRY}raise ValueError('no')\n", ERROR, "ValueError: no (mine.py:3)"),
+        (f"{ENTRY}raise SystemExit(0)\n", ERROR, "SystemExit: 0 (mine.py:3)"),
+        (f"{ENTRY}return None\n", ERROR, "returned a NoneType"),
+        (f"{ENTRY}{RIGHT}return o.float(), s\n", Status.WRONG_DTYPE, "output is torch.float32"),
+        (f"{ENTRY}{RIGHT}return o[:, 1:], s\n", Status.WRONG_SHAPE, "output is (1, 192, 4, 128)"),
+        (f"import os, signal\n{ENTRY}os.kill(os.getpid(), signal.SIGSEGV)\n", ERROR, "SIGSEGV"),
+    ],
+)
+def test_plain_failures_are_typed(tmp_path, body, status, reason):
+    outcome = submit(tmp_path, body)
+    assert outcome.status is status
+    assert reason in outcome.reason
+
+
+def test_a_hang_is_a_timeout(tmp_path):
+    outcome = submit(tmp_path, f"import time\n{ENTRY}time.sleep(3600)\n", timeout_s=10)
+    assert (outcome.status, outcome.reason) == (Status.TIMEOUT, "not done within 10 s")
+
+
+def test_a_missing_file_is_an_error_of_the_caller(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.py does not exist"):
+        judge(tmp_path / "none.py", TINY, PLAN, CPU)
+
+
+def doubts(fresh, seen=None, drain=0.0, rewritten=None, untouched=None, slack=CPU_SLACK):
+    """What the judge says of calls of so many ms each, if its own clock saw `seen` ms."""
+
+    def calls(ms, seen_ms=None, drain_ms=0.0):
+        return [_Call(ms, drain_ms, ms if seen_ms is None else seen_ms, 0)] * 3
+
+    trial = object.__new__(_Trial)
+    trial._case, trial._plan, trial._device = TINY, Plan(), CPU
+    trial._record = _Record(
+        null=calls(0.0, 0.05),
+        fresh=calls(fresh, (fresh if seen is None else seen) + 0.05, drain),
+        rewritten=calls(fresh if rewritten is None else rewritten),
+        untouched=calls(fresh if untouched is None else untouched),
+    )
+    return trial._doubtful_times(slack)
+
+
+@pytest.mark.parametrize("slack, ms", [(CPU_SLACK, 20.0), (GPU_SLACK, 0.2)])
+def test_times_that_do_not_fit_are_doubted(slack, ms):
+    assert doubts(ms, slack=slack) == []
+    assert "the judge's clock" in doubts(ms, seen=3 * ms, slack=slack)[0]
+    assert "worked on" in doubts(ms, drain=ms, slack=slack)[0]
+    assert "(rewritten)" in doubts(ms, rewritten=ms / 4, slack=slack)[0]
+    assert "(untouched)" in doubts(ms, untouched=ms / 4, slack=slack)[0]
+
+
+def test_ordinary_noise_is_not_doubted():
+    assert doubts(20.0, seen=22.0, rewritten=15.0, untouched=25.0) == []
+    assert doubts(0.05, seen=0.06, drain=0.005, rewritten=0.04, slack=GPU_SLACK) == []
+
+
+def test_the_child_gets_no_expected_values(monkeypatch):
+    jobs = []
+    original = judge_module.Channel.send
+
+    def spy(self, kind, payload=(), **fields):
+        jobs.append((kind, fields))
+        original(self, kind, payload, **fields)
+
+    monkeypatch.setattr(judge_module.Channel, "send", spy)
+    judge(SUBMISSIONS / "nan_outputs.py", TINY, PLAN, CPU, "torch", 300)
+    assert jobs[0][0] == "job"
+    assert set(jobs[0][1]) == {"case", "device", "submission", "protocol", "seeds", "backend"}
+    assert {kind for kind, _ in jobs} == {"job", "refresh", "go", "load", "keep", "send"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", {**EXPECTED, **GPU_ONLY})
+def test_rejected_on_a_gpu(name):
+    outcome = judge(SUBMISSIONS / f"{name}.py", SMALL, PLAN, torch.device("cuda:0"))
+    assert_rejected(outcome, {**EXPECTED, **GPU_ONLY}[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("protocol", list(Protocol))
+def test_honest_passes_on_a_gpu(protocol):
+    plan = Plan(protocol, 10, 30)
+    outcome = judge(SUBMISSIONS / "honest.py", SMALL, plan, torch.device("cuda:0"))
+    assert (outcome.status, outcome.reason) == (Status.PASS, "")
+    assert len(outcome.times_ms) == 30
