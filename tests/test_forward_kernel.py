@@ -11,8 +11,8 @@ from tile_emulator import emulate
 TOLERANCE = dict(rtol=5e-3, atol=5e-3)
 
 
-# Without any decay no rounding is ever forgotten: bf16 operands, the lab's precision, leave 2.1e-3 rms
-# in a state of ones, so single elements pass 5e-3 and the whole is judged instead.
+# Without any decay no rounding is ever forgotten: bf16 operands, the lab's precision, leave 2.1e-3
+# rms in a state of ones; single elements pass 5e-3, so the whole is judged instead.
 RELATIVE_L2 = 4e-3
 
 
