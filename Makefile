@@ -48,7 +48,7 @@ score: $(READY) ## score the public and hidden cases against this device's basel
 	@$(RUN) -m harness.score $(ARGS)
 
 bench: $(READY) ## time every public case beside the other implementations
-	@$(RUN) run.py --reference-benchmarks $(ARGS)
+	@$(RUN) -m harness.bench $(ARGS)
 
 baseline: $(READY) ## measure this device's t60 and t100 and write them to cases/baselines/
 	@$(RUN) -m harness.baseline $(ARGS)

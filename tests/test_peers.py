@@ -170,9 +170,13 @@ def raw_gate(g_cumsum):
     return g - previous
 
 
+def undecayed(k, beta):
+    """FlashQLA's A, which carries no decay."""
+    return solve_A(k, torch.zeros_like(beta), beta).to(k.dtype)
+
+
 def fused_gdr_fwd(a):
-    """FlashQLA's fused kernel: the A it takes carries no decay."""
-    assert torch.equal(a.a, solve_A(a.k, torch.zeros_like(a.b), a.b).to(a.k.dtype))
+    assert torch.equal(a.a, undecayed(a.k, a.b))
     assert a.output_final_state and not a.output_h and not a.state_v_first
     output, state = gdn_chunked(a.q, a.k, a.v, raw_gate(a.g), a.b, a.initial_state, a.scale)
     return output.bfloat16(), None, state.float()
@@ -200,11 +204,9 @@ def test_flash_qla_core(monkeypatch, peer, case, splits):
             seq_map_c2r=seq_map if considered and splits else None,
         )
 
-    def kkt_solve(a):
-        return solve_A(a.k, torch.zeros_like(a.b), a.b).to(a.k.dtype)
-
     def preprocess(a):
         assert a.g is made.g_cumsum and a.beta is made.inputs.beta
+        assert torch.equal(a.a, undecayed(a.k, a.beta))
         started.append(a.initial_state)
         return a.initial_state, None
 
@@ -222,7 +224,7 @@ def test_flash_qla_core(monkeypatch, peer, case, splits):
         CHUNK_SIZE=CHUNK,
         build_cp_context=stand_in(flash_qla_signature("build_cp_context"), context),
         cp_preprocess_fwd=stand_in(flash_qla_signature("cp_preprocess_fwd"), preprocess),
-        kkt_solve=stand_in(flash_qla_signature("kkt_solve"), kkt_solve),
+        kkt_solve=stand_in(flash_qla_signature("kkt_solve"), lambda a: undecayed(a.k, a.b)),
         fused_gdr_fwd=stand_in(flash_qla_signature("fused_gdr_fwd"), fused),
     )
     call = peer.bind(made, common.CORE)
