@@ -1,6 +1,7 @@
 """The commands and the pins that the README and the adapters rely on."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -11,13 +12,27 @@ import pytest
 from reference.peers import fla, flash_qla, flashinfer
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGETS = "setup run test lint score bench baseline profile-nsys profile-ncu clean".split()
+TARGETS = [
+    "setup",
+    "run",
+    "test",
+    "lint",
+    "score",
+    "bench",
+    "baseline",
+    "profile-nsys",
+    "profile-ncu",
+    "clean",
+]
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
 def make(*arguments):
     command = ["make", "-C", str(ROOT), "--no-print-directory", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # These tests may themselves run under `make test ARGS=...`, which hands its variables down.
+    handed_down = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS", "CASE")
+    env = {name: value for name, value in os.environ.items() if name not in handed_down}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
 
 
 @needs_make
@@ -29,7 +44,7 @@ def test_bare_make_lists_every_target_with_its_purpose():
 @needs_make
 def test_an_empty_venv_uses_python_as_it_is_and_installs_nothing():
     commands = make("-n", "run", "VENV=", "PYTHON=some-python", "CASE=chain_equal")
-    assert commands.split() == "some-python run.py --case chain_equal".split()
+    assert commands.split() == ["some-python", "run.py", "--case", "chain_equal"]
     assert "pip" not in make("-n", "test", "VENV=", "PYTHON=some-python")
 
 
