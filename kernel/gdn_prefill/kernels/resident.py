@@ -285,14 +285,12 @@ def open_publication(config, index, group, barriers):
 @T.macro
 def publish_values(config, index, tiles, registers):
     T.copy(registers.v_new_bf16, tiles.values[index % config.slots, :, :])
-    shadow_fence(config)
 
 
 @T.macro
 def publish_state(config, index, tiles, registers):
     for half in DK_HALVES:
         T.copy(registers.state_bf16[half], tiles.state[index % config.slots * len(DK_HALVES) + half, :, :])
-    shadow_fence(config)
 
 
 @T.macro
@@ -302,7 +300,7 @@ def close_publication(config, index, group, barriers):
 
 @T.macro
 def shadow_fence(config):
-    """No async proxy reads a publication: a fence here only keeps the compiler from placing its own on the chain."""
+    """No async proxy reads a publication; without a fence here the compiler places one right before the next product."""
     if config.shadow_fences:
         T.fence_proxy_async()
 
@@ -396,6 +394,7 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
     open_publication(config, 0, group, barriers)
     publish_state(config, 0, tiles, registers)
     close_publication(config, 0, group, barriers)
+    shadow_fence(config)
     decay_state(config, first, tiles, registers)
     solve_values(config, first, tiles, registers)
 
@@ -407,6 +406,7 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
                 if config.early_publish:
                     open_publication(config, coming.chunk, group, barriers)
                     publish_values(config, coming.chunk, tiles, registers)
+                    shadow_fence(config)
                 take_values(config, coming, tiles, barriers, registers)
                 for half in DK_HALVES:
                     # All but the newest WGMMA group, which is the other half of the state or of U', is over.
@@ -419,6 +419,7 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
                     publish_values(config, coming.chunk, tiles, registers)
                 publish_state(config, coming.chunk, tiles, registers)
                 close_publication(config, coming.chunk, group, barriers)
+                shadow_fence(config)
                 decay_state(config, coming, tiles, registers)
                 solve_values(config, coming, tiles, registers)
 
@@ -449,22 +450,22 @@ def multiply_queries_keys(here, tiles, barriers, registers):
 
 
 @T.macro
-def gate_scores(config, here, warp, scale, tiles, registers):
+def gate_scores(config, here, scale, tiles, registers):
     """Leave P of the finished Q K^T as bf16 in shared memory, with zeros right of the diagonal 16x16 blocks."""
     for block in tuple(range(CHUNK // BLOCK)):
         # P = scale tril(exp(g_i - g_j)) * (Q K^T)
-        if warp > block:
+        if registers.warp[0] > block:
             if config.blocked_scores:
                 for i, j in T.Parallel(CHUNK, BLOCK):
                     registers.scores[i, block * BLOCK + j] *= (
-                        tiles.row_gate[here.stage, i] * tiles.column_gate[here.stage, warp - 1, block * BLOCK + j]
+                        tiles.row_gate[here.stage, i] * tiles.column_gate[here.stage, registers.warp[0] - 1, block * BLOCK + j]
                     )
             else:
                 for i, j in T.Parallel(CHUNK, BLOCK):
                     registers.scores[i, block * BLOCK + j] *= scale * T.exp2(
                         tiles.gate[here.stage, i] - tiles.gate[here.stage, block * BLOCK + j]
                     )
-        elif warp == block:
+        elif registers.warp[0] == block:
             for i, j in T.Parallel(CHUNK, BLOCK):
                 registers.scores[i, block * BLOCK + j] = T.if_then_else(
                     i % BLOCK >= j,
@@ -562,10 +563,10 @@ def show_tiles(barriers):
 
 
 @T.macro
-def prepare_scores(config, here, warp, scale, tiles, barriers, registers):
+def prepare_scores(config, here, scale, tiles, barriers, registers):
     multiply_queries_keys(here, tiles, barriers, registers)
     finish_scores(registers)
-    gate_scores(config, here, warp, scale, tiles, registers)
+    gate_scores(config, here, scale, tiles, registers)
     T.fence_proxy_async()
     T.sync_threads(OUTPUT_SYNC, WARP_GROUP)
 
@@ -573,9 +574,10 @@ def prepare_scores(config, here, warp, scale, tiles, barriers, registers):
 @T.macro
 def lookahead_output_role(config, place, thread, scale, tiles, barriers, registers):
     """Output of one state group. A trip takes one publication: it ends chunk c with V_new and begins c + 1 with S."""
-    warp = (thread - config.state_threads) // WARP
+    # A variable, because a condition on the thread itself would shift TileLang's numbering of the group's threads.
+    registers.warp[0] = (thread - config.state_threads) // WARP
     last = place.chunks - 1
-    prepare_scores(config, step(config, 0), warp, scale, tiles, barriers, registers)
+    prepare_scores(config, step(config, 0), scale, tiles, barriers, registers)
     wait_published(config, 0, 0, barriers)
     fetch_state(config, 0, 0, tiles, registers)
     release(config, 0, 0, barriers)
@@ -597,7 +599,7 @@ def lookahead_output_role(config, place, thread, scale, tiles, barriers, registe
                 release(config, coming.chunk, 0, barriers)
                 add_scores_values(here, tiles, registers)
                 multiply_queries(coming, tiles, registers, registers.next_output)
-                gate_scores(config, coming, warp, scale, tiles, registers)
+                gate_scores(config, coming, scale, tiles, registers)
                 # The products of the queries are the two newest groups.
                 TC.wait_wgmma(2)
                 TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
@@ -621,7 +623,7 @@ def lookahead_output_role(config, place, thread, scale, tiles, barriers, registe
 
 
 @T.macro
-def output_tile(config, here, group, coming, warp, scale, tiles, barriers, registers):
+def output_tile(config, here, group, coming, scale, tiles, barriers, registers):
     """Output of one state group; the scores of the coming chunk, if any, while V_new is awaited."""
     fetch_state(config, here.chunk, group, tiles, registers)
     release(config, here.chunk, group, barriers)
@@ -637,7 +639,7 @@ def output_tile(config, here, group, coming, warp, scale, tiles, barriers, regis
         arrive_warp(barriers.inputs_free, here.stage)
     if coming is not None:
         finish_scores(registers)
-        gate_scores(config, coming, warp, scale, tiles, registers)
+        gate_scores(config, coming, scale, tiles, registers)
     wait_published(config, here.chunk + 1, group, barriers)
     fetch_values(config, here.chunk + 1, group, tiles, registers)
     add_scores_values(here, tiles, registers)
@@ -649,9 +651,10 @@ def output_tile(config, here, group, coming, warp, scale, tiles, barriers, regis
 @T.macro
 def output_role(config, place, thread, scale, tiles, barriers, registers):
     """Output of the state groups one after the other, with the registers of one."""
-    warp = (thread - config.state_threads) // WARP
+    # A variable, because a condition on the thread itself would shift TileLang's numbering of the group's threads.
+    registers.warp[0] = (thread - config.state_threads) // WARP
     last = step(config, place.chunks - 1)
-    prepare_scores(config, step(config, 0), warp, scale, tiles, barriers, registers)
+    prepare_scores(config, step(config, 0), scale, tiles, barriers, registers)
     for group in tuple(range(config.state_groups)):
         wait_published(config, 0, group, barriers)
 
@@ -660,11 +663,11 @@ def output_role(config, place, thread, scale, tiles, barriers, registers):
             if here.chunk < place.chunks - 1:
                 for group in tuple(range(config.state_groups)):
                     coming = following(config, here) if group == 0 else None
-                    output_tile(config, here, group, coming, warp, scale, tiles, barriers, registers)
+                    output_tile(config, here, group, coming, scale, tiles, barriers, registers)
                 show_tiles(barriers)
 
     for group in tuple(range(config.state_groups)):
-        output_tile(config, last, group, None, warp, scale, tiles, barriers, registers)
+        output_tile(config, last, group, None, scale, tiles, barriers, registers)
     show_tiles(barriers)
 
 
@@ -733,6 +736,10 @@ def gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates):
             if here.chunk < place.chunks:
                 stage = here.stage
                 T.barrier_wait(barriers.inputs_free[stage], here.freed)
+                for raw in (gates.gate, gates.last, gates.first):
+                    raw[0] = raw[0] * LOG2_E
+                for block in tuple(range(CHUNK // BLOCK - 1)):
+                    gates.heads[block] = gates.heads[block] * LOG2_E
                 gates.before[0] = gates.pending[0]
                 gates.pending[0] = gates.pending[0] + gates.last[0]
                 gates.keep[0] = 1.0
@@ -772,12 +779,12 @@ def fetch_gates(place, chunk, token, inputs, gates):
     first = chunk * CHUNK
     last = T.min(first + CHUNK, place.tokens) - 1
     here = T.min(first + token, last)
-    gates.gate[0] = inputs.g[place.batch, here, place.head] * LOG2_E
+    gates.gate[0] = inputs.g[place.batch, here, place.head]
     gates.beta[0] = T.if_then_else(first + token <= last, inputs.beta[place.batch, here, place.head], 0.0)
-    gates.last[0] = inputs.g[place.batch, last, place.head] * LOG2_E
-    gates.first[0] = inputs.g[place.batch, first, place.head] * LOG2_E
+    gates.last[0] = inputs.g[place.batch, last, place.head]
+    gates.first[0] = inputs.g[place.batch, first, place.head]
     for block in tuple(range(1, CHUNK // BLOCK)):
-        gates.heads[block - 1] = inputs.g[place.batch, T.min(first + block * BLOCK, last), place.head] * LOG2_E
+        gates.heads[block - 1] = inputs.g[place.batch, T.min(first + block * BLOCK, last), place.head]
 
 
 def resident_kernel(config: ResidentConfig):
@@ -870,6 +877,7 @@ def resident_kernel(config: ResidentConfig):
                 output=T.alloc_fragment((TILE, CHUNK), fp32),
                 next_output=T.alloc_fragment((TILE, CHUNK), fp32),
                 output_bf16=T.alloc_fragment((CHUNK, TILE), bf16),
+                warp=T.alloc_local((1,), "int32"),
             )
             gates = SimpleNamespace(
                 **{
