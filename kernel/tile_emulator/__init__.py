@@ -3,6 +3,7 @@ its synchronisation.
 """
 
 from .api import emulate
+from .edits import Edit
 from .errors import (
     BarrierError,
     BoundsError,
@@ -16,7 +17,6 @@ from .errors import (
 from .program import Program
 from .report import Issue, Report
 from .scheduler import adversarial
-from .statements import Edit
 
 __all__ = [
     "BarrierError", "BoundsError", "DeadlockError", "Edit", "EmulatorError", "InitError", "Issue",

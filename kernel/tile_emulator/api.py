@@ -27,6 +27,7 @@ def emulate(
     role_names: dict[str, tuple[int, int]] | None = None,
     progress: Callable[[int, int], None] | None = None,
     workers: int = 1,
+    timeline: bool = False,
 ) -> Report:
     """Run a TileLang PrimFunc (before lowering), or a Program, on numpy or torch CPU tensors;
     outputs are written in place.
@@ -38,15 +39,16 @@ def emulate(
     TL_DISABLE_THREAD_STORAGE_SYNC missing syncs between the threads of one role are looked for.
     auto_sync overrides that; auto_fence=False takes TileLang's InjectFenceProxy away. blocks(block
     index) -> bool picks CTAs.  progress(done, total) is called after each CTA. workers: processes
-    the CTAs are spread over. Raises KernelFault (its .report holds everything found),
-    UnsupportedOperation, TypeError / ValueError for arguments.
+    the CTAs are spread over. timeline: report.timeline of the first CTA. Raises KernelFault (its
+    .report holds everything found), UnsupportedOperation, TypeError / ValueError for arguments.
     """
     program = (
         prim_func if isinstance(prim_func, Program) else Program(prim_func, role_names=role_names)
     )
     if auto_sync is None:
         auto_sync = not disables_thread_sync(pass_configs or {})
-    options = Options(parse_checks(check) | {"bounds", "deadlock"}, auto_fence, auto_sync)
+    checks = parse_checks(check) | {"bounds", "deadlock"}
+    options = Options(checks, auto_fence, auto_sync, timeline)
     Schedule(schedule, program.roles)
     launch = program.bind(tensors)
     if "race" in options.checks:

@@ -18,6 +18,7 @@ CLOCKS = 256
 class Barrier:
     """An mbarrier, or a named barrier (name starts with "named").
 
+    threads_of: threads of each role that arrive together.
     phase is the number of completed phases; count and pending are in threads, outstanding in bytes.
     incoming and released are [2, CLOCKS]: what the arrivals of this phase publish, and what a wait
     acquires (row 0 all accesses, row 1 those that passed a proxy fence).
@@ -31,6 +32,7 @@ class Barrier:
         self.incoming = np.zeros((2, CLOCKS), np.int32)
         self.released = np.zeros((2, CLOCKS), np.int32)
         self.arrivals: list[tuple[str, int]] = []
+        self.threads_of: dict[str, int] = {}
         self.loads = 0
         self.observers: list[tuple[Role, int, str]] = []
         self.on_complete: Callable | None = None
@@ -55,6 +57,7 @@ class Barrier:
     def arrive(self, role: Role, threads: int, released: np.ndarray) -> None:
         np.maximum(self.incoming, released, out=self.incoming)
         self.arrivals.append((role.name, threads))
+        self.threads_of[role.name] = threads
         while threads:
             if self.pending == 0:
                 text = (
@@ -99,6 +102,11 @@ class Barrier:
             self.on_complete(self)
         self.phase += 1
         self.pending, self.arrivals, self.loads = self.count, [], 0
+
+    @property
+    def base(self) -> str:
+        """Name without the index."""
+        return self.name.split("[")[0]
 
     @property
     def half_used(self) -> bool:

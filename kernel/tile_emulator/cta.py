@@ -19,11 +19,13 @@ class Options:
     """checks: groups of the check= option.
 
     auto_fence models TileLang's InjectFenceProxy, auto_sync its ThreadSync.
+    timeline: trace the first CTA.
     """
 
     checks: frozenset[str]
     auto_fence: bool = True
     auto_sync: bool = True
+    timeline: bool = False
 
     @property
     def tracking(self) -> bool:
@@ -64,16 +66,20 @@ class Cta:
             subject = key[0] if key and isinstance(key[0], str) else ""
             self.report.add(Issue(kind, self.block, name, where, text, subject), key or (text,))
 
+    def barrier(self, name: str, count: int) -> Barrier:
+        barrier = Barrier(name, count, self.issue)
+        if self.trace:
+            barrier.on_complete = self.trace.completed_phase
+        return barrier
+
     def make_barriers(self, specs: dict[int, tuple[str, Sequence[int]]]) -> None:
         for key, (name, counts) in specs.items():
-            self.barriers[key] = [
-                Barrier(f"{name}[{i}]", n, self.issue) for i, n in enumerate(counts)
-            ]
+            self.barriers[key] = [self.barrier(f"{name}[{i}]", n) for i, n in enumerate(counts)]
 
     def named_barrier(self, ident: int, count: int, role: Role) -> Barrier:
         barrier = self.named.get(ident)
         if barrier is None:
-            barrier = self.named[ident] = Barrier(f"named barrier {ident}", count, self.issue)
+            barrier = self.named[ident] = self.barrier(f"named barrier {ident}", count)
         if barrier.count != count:
             if not barrier.half_used:
                 barrier.count = barrier.pending = count
@@ -136,6 +142,7 @@ class Cta:
                 )
             elif barrier.half_used:
                 self.report.note(f"CTA {self.block}: left half used at the end: {barrier}")
+            self.report.arrivals.setdefault(barrier.base, {}).update(barrier.threads_of)
         self.report.ctas += 1
 
     def deadlock(self, blocked: Sequence[Role]) -> str:

@@ -288,7 +288,7 @@ class Expressions:
             x = tile.arr[at.key]
             if at.axes:
                 return to_nest(x, at.axes, len(role.extents))
-            return x.item() if integer and not is_array(x) else x
+            return x.item() if integer and isinstance(x, np.generic) else x
 
         return load
 
@@ -314,7 +314,7 @@ class Expressions:
                 return to_nest(x, at.axes, len(role.extents))
             if nested and local.per_thread:
                 x = in_nest(role, x, local.name)
-            return x.item() if integer and not is_array(x) else x
+            return x.item() if integer and isinstance(x, np.generic) else x
 
         return load
 

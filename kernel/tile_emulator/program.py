@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from .cta import Cta, Options
-from .errors import EmulatorError, UnsupportedOperation
+from .edits import Edit
+from .errors import EmulatorError
 from .memory import BufferSpec, Local, Tile
 from .report import Report
 from .role import Role
 from .scheduler import Schedule
-from .statements import Compiler, Edit, find_roles
+from .statements import Compiler, find_roles
 from .tensors import check_tensor, shared_array, working_copy, write_back
+from .timeline import Trace
 from .tir import int_of, is_op, kind, op_name, unwrap, visit
 
 WRITES = 2  # bit of an access mask
@@ -128,7 +130,6 @@ class Program:
         options: Options,
         report: Report,
         progress: Callable[[int], None] | None = None,
-        trace_of: Callable[[], object] | None = None,
     ) -> None:
         """Run some CTAs, one after the other.  An EmulatorError that ends the run carries the
         report.
@@ -136,7 +137,8 @@ class Program:
         track, init = options.tracking, "init" in options.checks
         for number in numbers:
             block = launch.blocks[number]
-            trace = trace_of() if trace_of else None
+            traced = options.timeline and report.timeline is None
+            trace = Trace(block, self.roles) if traced else None
             cta = Cta(number, block, report, options, trace)
             shared = {spec.key: Tile.allocate(spec, track, False) for spec in self.compiler.shared}
             cta.make_barriers(self.compiler.barriers)
@@ -160,12 +162,12 @@ class Program:
             try:
                 with np.errstate(all="ignore"):
                     cta.run(programs, Schedule(schedule, self.roles, number))
-            except UnsupportedOperation as error:
-                error.report = report
-                raise
             except EmulatorError as error:
                 error.report = report
                 raise
+            finally:
+                if trace:
+                    report.timeline = trace.finish()
             if progress:
                 progress(number)
 

@@ -57,8 +57,9 @@ class Issue:
 class Report:
     """Result of emulate().  ok is True when nothing was found.
 
-    notes are oddities that are no fault; written is the fraction of each output's elements that
-    were stored; timeline (timeline.Timeline) is there when asked for.
+    notes are oddities that are no fault; arrivals tells how many threads of which role arrive at a
+    barrier together; written is the fraction of each output's elements that were stored; timeline
+    (timeline.Timeline) is there when asked for.
     """
 
     schedule: str = ""
@@ -68,6 +69,7 @@ class Report:
     issues: list[Issue] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     written: dict[str, float] = field(default_factory=dict)
+    arrivals: dict[str, dict[str, int]] = field(default_factory=dict)
     timeline: object | None = None
     _seen: dict[tuple, Issue] = field(default_factory=dict, repr=False)
 
@@ -92,6 +94,8 @@ class Report:
         self.steps += other.steps
         for key, issue in other._seen.items():
             self.add(issue, key[3:])
+        for barrier, threads in other.arrivals.items():
+            self.arrivals.setdefault(barrier, {}).update(threads)
         for text in other.notes:
             self.note(text)
         self.timeline = self.timeline or other.timeline

@@ -5,11 +5,12 @@ in operations.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from .dtypes import NARROW, rounded
+from .edits import HOLDS_BACK, SYNCHRONISATION, Edit, Site
 from .errors import UnsupportedOperation
 from .expressions import Closure, Expressions
 from .indexing import Where
@@ -21,22 +22,19 @@ from .role import WARP, Role
 from .scope import Scope
 from .statements_common import leave_to_leader
 from .steps import NOTHING, Step, repeat, sequence
-from .tir import PARALLEL, calls, int_of, kind, op_name, source_line, visit
+from .tir import (
+    PARALLEL,
+    calls,
+    int_of,
+    is_op,
+    kind,
+    op_name,
+    source_line,
+    uses,
+    visit,
+)
 
 ORDERING = frozenset({"mbarrier_wait_parity", "fence_proxy_async", "tvm_storage_sync"})
-
-
-@dataclass(frozen=True)
-class Edit:
-    """Change one call of the kernel before it runs (mutation testing).
-
-    skip(op, line) -> True leaves the call out; parity(op, line) -> True flips the parity of a wait;
-    counts overrides arrival counts by barrier name.
-    """
-
-    skip: Callable[[str, str], bool] = lambda op, line: False
-    flip: Callable[[str, str], bool] = lambda op, line: False
-    counts: dict[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +66,9 @@ class Compiler:
         self.scope = Scope()
         self.expressions = Expressions(self.scope)
         self.edit = edit or Edit()
+        self.sites: list[Site] = []
+        self.moved = self.settled = False
+        self.flip = False
         self.threads = 128
         self.grid: list[tuple[int, Closure]] = []
         self.shared: list[BufferSpec] = []
@@ -104,7 +105,18 @@ class Compiler:
             self.line = outer
 
     def compile_SeqStmt(self, s) -> Step:
-        return sequence([self.statement(x) for x in s.seq])
+        steps, edited = [], None
+        for position, x in enumerate(s.seq):
+            first = len(self.sites)
+            steps.append(self.statement(x))
+            if self.edit.site is not None and first <= self.edit.site < len(self.sites):
+                edited = position
+        if edited is not None and self.edit.action == "early" and not self.settled:
+            target = earliest_place(s.seq, edited)
+            if target is not None:
+                steps.insert(target, steps.pop(edited))
+                self.moved = self.settled = True
+        return sequence(steps)
 
     def compile_SBlockRealize(self, s) -> Step:
         return self.compile_SBlock(s.block)
@@ -176,10 +188,14 @@ class Compiler:
         if kind(call) != "Call":
             return NOTHING
         name, line = op_name(call), self.line
-        if is_ignored(name) or self.edit.skip(name, line):
+        if is_ignored(name):
+            return NOTHING
+        action = self.note_site(name, s)
+        if action == "drop":
             return NOTHING
         if name not in OPERATIONS:
             raise UnsupportedOperation(f"operation {call.op.name}: {call}")
+        self.flip = action == "flip"
         step = OPERATIONS[name](self, call)
         run = step.run
         if step.blocking:
@@ -195,6 +211,21 @@ class Compiler:
             run(role)
 
         return Step(plain)
+
+    def note_site(self, name: str, s) -> str | None:
+        """Number a synchronisation statement; the edit's action if it is the one to change."""
+        if name not in SYNCHRONISATION:
+            return None
+        number = len(self.sites)
+        text = " ".join([name, *(self.argument_text(x) for x in s.value.args)])
+        self.sites.append(Site(number, name, text, self.line, tuple(self.branches)))
+        return self.edit.action if number == self.edit.site else None
+
+    def argument_text(self, e) -> str:
+        """An argument of a synchronisation statement, barriers by their names."""
+        if kind(e) == "BufferLoad" and hash(e.buffer.data) in self.barriers:
+            return f"{self.barriers[hash(e.buffer.data)][0]}[{e.indices[0]}]"
+        return str(e)
 
     # ---- loops ----
     def compile_For(self, s) -> Step:
@@ -214,7 +245,10 @@ class Compiler:
         step = self.expression(s.step) if getattr(s, "step", None) is not None else (lambda role: 1)
         if self.scope.may_vary(s.extent) or self.scope.may_vary(s.min):
             self.scope.varying.add(key)
+        sites = len(self.sites)
         body = self.statement(s.body)
+        if self.edit.site is not None and sites <= self.edit.site < len(self.sites):
+            self.settled = True  # an early release stays inside its loop
 
         def values(role):
             first = uniform(role, start(role), f"the start of loop {name}")
@@ -409,6 +443,21 @@ class Compiler:
         return Step(tile_store(spec, index, value, line, common=self.scope.depth == 0))
 
 
+def earliest_place(statements, position: int) -> int | None:
+    """Where a release may be moved to: ahead of work, not of a wait or of a value it uses."""
+    target, work = position, False
+    for k in range(position - 1, -1, -1):
+        s = statements[k]
+        if any(is_op(call) and op_name(call) in HOLDS_BACK for call in calls(s)):
+            break
+        if kind(s) == "Bind":
+            if uses(statements[position], {hash(s.var)}):
+                break
+            continue
+        target, work = k, True
+    return target if work else None
+
+
 def run_owned(role: Role, run: Callable) -> None:
     """A nest that only some threads of the role reach: each works on the elements it owns."""
     positions = role.owner.positions(role)
@@ -444,6 +493,8 @@ def local_store(spec: BufferSpec, index: Callable, value: Closure, line: str) ->
         local.arr[at] = x
         if local.ready is not None:
             local.ready[at] = True
+        if role.cta.trace:
+            role.cta.trace.thread_code(role)
 
     return run
 
@@ -473,6 +524,8 @@ def tile_store(
         touch_write(role, tile, at, partner, common and not thread_level)
         tile.arr[at.key] = x
         tile.mark_ready(at.key)
+        if role.cta.trace and not role.extents:
+            role.cta.trace.thread_code(role)
 
     return run
 
@@ -544,12 +597,7 @@ def find_roles(compiler: Compiler) -> list[np.ndarray]:
     A condition that cuts through a warp, or through the threads of a matrix product, makes no
     roles: its body runs with a part of the role's threads.
     """
-    probe = Role(None, "probe", np.arange(compiler.threads), {}, {})
-    for key, value in compiler.bound:
-        try:
-            probe.variables[key] = value(probe)
-        except (KeyError, AttributeError, TypeError, UnsupportedOperation):
-            continue
+    probe = make_probe(compiler)
     product_threads = {around: reached(around, probe) for around in compiler.products}
     columns = []
     for branch in compiler.splits:
@@ -568,6 +616,25 @@ def find_roles(compiler: Compiler) -> list[np.ndarray]:
     for thread in range(compiler.threads):
         groups.setdefault(tuple(bool(mask[thread]) for mask in columns), []).append(thread)
     return [np.array(threads) for threads in groups.values()]
+
+
+def make_probe(compiler: Compiler) -> Role:
+    """All threads of the CTA, with what can be computed from the thread number alone."""
+    probe = Role(None, "probe", np.arange(compiler.threads), {}, {})
+    for key, value in compiler.bound:
+        try:
+            probe.variables[key] = value(probe)
+        except (KeyError, AttributeError, TypeError, UnsupportedOperation):
+            continue
+    return probe
+
+
+def roles_at(
+    compiler: Compiler, around: tuple, names: Sequence[str], groups: Sequence[np.ndarray]
+) -> list[str]:
+    """Names of the roles with a thread that gets to a place inside these conditionals."""
+    threads = reached(around, make_probe(compiler))
+    return [name for name, group in zip(names, groups, strict=True) if threads[group].any()]
 
 
 def reached(around: tuple[tuple[Branch, bool], ...], probe: Role) -> np.ndarray:

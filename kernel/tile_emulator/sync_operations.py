@@ -15,7 +15,7 @@ def wait_parity(compiler, call) -> Step:
         compile_barriers(compiler, call.args[0]),
         compiler.expression(call.args[1]),
     )
-    flip = compiler.edit.flip("mbarrier_wait_parity", compiler.line)
+    flip = compiler.flip
 
     def run(role: Role):
         parity = int(uniform(role, parity_of(role), "a parity")) ^ flip
