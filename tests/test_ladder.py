@@ -15,12 +15,14 @@ from gdn_ladder import (
     available_versions,
     forward,
     get_version,
+    kernels_of,
 )
 from gdn_ladder import launch as launch_module
 from gdn_ladder.early import EarlyConfig
 from gdn_ladder.families import Kernel, resolve
 from gdn_ladder.four_group import FourGroupConfig
 from gdn_ladder.int8 import Int8Config
+from gdn_ladder.segments import Split, split_time
 
 SOURCE_ORDER = ["v1", "v2", "v2b", "v3", "v4", "v5", "v6", "v7", "v9", "v9.5", "v10", "v11"]
 SOURCE_ORDER += ["v14", "v15", "v20", "v21", "scan", "w8a8"]
@@ -69,6 +71,32 @@ def test_v7_takes_64_columns_only_without_gva():
     rule = get_version("v7").settings
     assert resolve(rule, shape_of(PUBLIC["chain_equal"]))["block_dv"] == 64
     assert resolve(rule, shape_of(PUBLIC["long_low_gva"]))["block_dv"] == 128
+
+
+def test_the_scan_splits_while_multiprocessors_are_idle():
+    assert split_time(shape_of(PUBLIC["chain_equal"])) == Split(16, 8)
+    assert split_time(shape_of(PUBLIC["long_low_gva"])) == Split(9, 57)
+    assert split_time(shape_of(PUBLIC["long_low_gva"], 14)).segments == 1  # the source's slice
+    assert split_time(LadderShape(1, 63, 1, 1)) == Split(1, 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 640, 1025, 32768])
+@pytest.mark.parametrize("heads", [1, 4, 32, 200])
+def test_segments_cover_every_chunk_and_none_is_empty(tokens, heads):
+    split = split_time(LadderShape(1, tokens, heads, heads))
+    chunks = -(-tokens // 64)
+    assert (split.segments - 1) * split.chunks < chunks <= split.segments * split.chunks
+
+
+def test_kernels_of_names_what_is_launched():
+    shape = shape_of(PUBLIC["long_low_gva"])
+    assert [kernel.name for kernel, _ in kernels_of("v1", shape)] == ["early"]
+    assert [kernel.name for kernel, _ in kernels_of("scan", shape)] == [
+        "four_group",
+        "scan",
+        "four_group",
+    ]
+    assert kernels_of("v14", shape) == []
 
 
 def test_a_reason_goes_with_an_expected_failure_only():

@@ -5,13 +5,18 @@ import torch
 
 from cases import Case, make_inputs
 from gdn_ladder import VERSIONS, Inputs, LadderShape, forward, get_version
-from gdn_ladder.families import FOUR_GROUP, Kernel
+from gdn_ladder.families import FOUR_GROUP, PackageRuntime
+from gdn_ladder.segments import CHUNK_PARALLEL_SCAN, Split
 from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
 from tile_emulator import DeadlockError, emulate
 
 TOLERANCE = 5e-3
-KERNELS = [version for version in VERSIONS if isinstance(version.family, Kernel)]
-RIGHT = [version.name for version in KERNELS if version.expected == "pass"]
+RIGHT = [
+    version.name
+    for version in VERSIONS
+    # The package's runtime launches by itself: its kernel is v7's.
+    if version.expected == "pass" and not isinstance(version.family, PackageRuntime)
+]
 
 CASES = {
     "gva, batch, tail, state": Case("gva", 2, 200, 1, 4, True, "random_decay", 5e-3, 5e-3),
@@ -75,9 +80,10 @@ def test_right_and_free_of_races(version, case):
     problem, reports = Problem(case), []
     result = forward(version, *problem.arguments, execute=emulated(reports))
     assert problem.wrong(result) == (0, 0)
-    (report,) = reports
-    assert report.ok, report
-    assert report.written == {"output": 1.0, "final_state": 1.0}
+    for report in reports:
+        assert report.ok, report
+        assert set(report.written.values()) == {1.0}
+    assert set(report.written) == {"output", "final_state"}
 
 
 @pytest.mark.parametrize("schedule", ["priority:1", "random:2"])
@@ -146,6 +152,16 @@ def emulator_sums_int8_in_int32():
     problem = Problem(CASES["one token"])
     result = forward("w8a8", *problem.arguments, execute=emulated([]))
     return float((result[1].double() - problem.state).abs().max()) < 0.1
+
+
+def test_the_scan_is_right_for_any_number_of_segments():
+    problem = Problem(Case("segments", 2, 400, 1, 2, True, "mixed", 5e-3, 5e-3))
+    for split in (Split(7, 1), Split(4, 2), Split(2, 6)):
+        settings, reports = {"block_dv": 64, "split": split}, []
+        shape = LadderShape(2, 400, 1, 2, use_initial_state=True)
+        call = CHUNK_PARALLEL_SCAN.bind(settings, shape, emulated(reports))
+        assert problem.wrong(call(Inputs(*problem.arguments))) == (0, 0)
+        assert len(reports) == 3 and all(report.ok for report in reports)
 
 
 def test_w8a8_is_out_of_tolerance_by_rounding_alone():

@@ -7,7 +7,7 @@ versions.py is the table of ideas and what became of them, families.py names the
 """
 
 from .families import Inputs, Kernel, LadderShape
-from .launch import NotBuiltError, available_versions, forward, get_version
+from .launch import NotBuiltError, available_versions, forward, get_version, kernels_of
 from .versions import VERSIONS, Version
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "available_versions",
     "forward",
     "get_version",
+    "kernels_of",
 ]

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+CHUNK = 64
 HEAD_DIM = 128
 H200_MULTIPROCESSORS = 132  # assumed where there is no GPU: emulator, ahead-of-time compilation
 
@@ -91,12 +92,12 @@ class Kernel:
 
     def configure(self, settings: Settings, shape: LadderShape) -> Any:
         """The frozen config of a version for a shape. Raises ValueError where it has none."""
-        return getattr(self._home, self.config_type)(
-            heads_q=shape.heads_q,
-            heads_v=shape.heads_v,
-            use_initial_state=shape.use_initial_state,
-            **resolve(settings, shape),
-        )
+        fields = {
+            "heads_q": shape.heads_q,
+            "heads_v": shape.heads_v,
+            "use_initial_state": shape.use_initial_state,
+        }
+        return getattr(self._home, self.config_type)(**{**fields, **resolve(settings, shape)})
 
     def build(self, config) -> Any:
         """The PrimFunc of a config."""
@@ -159,6 +160,11 @@ def _ladder_arguments(inputs: Inputs, output: Tensor, final_state: Tensor) -> tu
     return (*inputs.tensors(), initial, output, final_state)
 
 
+def _unsegmented_arguments(inputs: Inputs, output: Tensor, final_state: Tensor) -> tuple:
+    chunks = -(-inputs.q.shape[1] // CHUNK)
+    return (*_ladder_arguments(inputs, output, final_state), 1, chunks)
+
+
 def _forward_arguments(inputs: Inputs, output: Tensor, final_state: Tensor) -> tuple:
     initial = inputs.initial_state
     if initial is None:
@@ -184,11 +190,11 @@ FORWARD = Kernel(
 )
 FOUR_GROUP = Kernel(
     name="four_group",
-    summary="v7's structure with one thing changed",
+    summary="four warp groups; v7's structure with one thing changed",
     module="gdn_ladder.four_group",
     config_type="FourGroupConfig",
     builder="four_group_kernel",
-    arguments=_ladder_arguments,
+    arguments=_unsegmented_arguments,
 )
 INT8 = Kernel(
     name="int8",

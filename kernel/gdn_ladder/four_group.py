@@ -1,4 +1,4 @@
-"""The four-group family: the structure of v7 and the ideas that were tried on it (v4, v9 to v21).
+"""The four-group family: v7's structure, the ideas tried on it, and what the scan makes of it.
 
 Four warp groups share a CTA that owns the state slice S [128, block_dv] of one batch and V head:
 
@@ -8,7 +8,14 @@ Four warp groups share a CTA that owns the state slice S [128, block_dv] of one 
     producer  one warp each for Q and K, for V and beta, for A and the gate, and to write O back
 
 The default config is v7's kernel: two stages of inputs, gates loaded by column, O written by a warp
-of its own. Each other version changes one field. TMA fills rows past T with zeros and drops them on
+of its own. Each other version changes one field.
+
+A CTA walks one segment of a sequence; all versions but the scan have one segment. For the scan the
+state after a segment is M S + N, S being the state before it, and task "summary" makes both: N by
+walking the segment from a zero state, M by walking it from the identity with V = 0. It has no O
+group and loads no Q.
+
+TMA fills rows past T with zeros and drops them on
 the way out; gates past T repeat the last token's, so gamma[63] is always gamma_last.
 """
 
@@ -27,9 +34,7 @@ CHUNK = 64
 HEAD_DIM = 128
 WARP = 32
 WARP_GROUP = 4 * WARP
-CONSUMERS = 3 * WARP_GROUP  # state, V and O group
 LOADERS = 3 * WARP  # Q/K, V/beta and A/gate warp
-THREADS = CONSUMERS + WARP_GROUP
 LOG2_E = 1.4426950408889634
 SCALE = HEAD_DIM**-0.5
 BF16 = "bfloat16"
@@ -61,6 +66,7 @@ class FourGroupConfig:
     gates: "column" loads one head's g and beta, "box" those of up to 32 heads by TMA (v10), "rows"
         the same heads by plain loads (v11).
     a_holds_gate: False expects FlashQLA's A, without gate and beta, and multiplies them in (v4).
+    task: "forward", or "summary" for the scan: M and N of every segment, no output.
     registers: registers a thread of (state, V, O, producer); None leaves the compiler's choice.
     ctas_per_multiprocessor: what the compiler's register limit must leave room for.
     """
@@ -75,7 +81,8 @@ class FourGroupConfig:
     output: Literal["write_back", "direct"] = "write_back"
     gates: Literal["column", "box", "rows"] = "column"
     a_holds_gate: bool = True
-    registers: tuple[int, int, int, int] | None = (168, 160, 152, 32)
+    task: Literal["forward", "summary"] = "forward"
+    registers: tuple[int, int, int, int] | None = (168, 160, 144, 40)
     ctas_per_multiprocessor: int = 1
 
     def __post_init__(self) -> None:
@@ -90,6 +97,8 @@ class FourGroupConfig:
                 f"stages = {self.stages} and k_stages = {self.k_stages}: "
                 "allowed are stages >= 1 and k_stages >= stages"
             )
+        if self.task not in ("forward", "summary"):
+            raise ValueError(f"task = {self.task!r}, allowed are 'forward' and 'summary'")
         if self.output not in ("write_back", "direct"):
             raise ValueError(f"output = {self.output!r}, allowed are 'write_back' and 'direct'")
         if self.gates not in ("column", "box", "rows"):
@@ -110,6 +119,25 @@ class FourGroupConfig:
     @property
     def k_apart(self) -> bool:
         return self.k_stages != self.stages
+
+    @property
+    def has_output(self) -> bool:
+        return self.task == "forward"
+
+    @property
+    def consumers(self) -> int:
+        """Threads of the state and V groups, and of the O group where there is one."""
+        return (3 if self.has_output else 2) * WARP_GROUP
+
+    @property
+    def threads(self) -> int:
+        return self.consumers + WARP_GROUP
+
+
+def chunk_rows(place, chunk) -> slice:
+    """The tokens of a chunk of the CTA's segment."""
+    first = place.first + chunk * CHUNK
+    return slice(first, first + CHUNK)
 
 
 @T.macro
@@ -132,8 +160,11 @@ def state_role(config, place, inputs, tiles, barriers):
     dv = config.block_dv
     columns = slice(place.dv, place.dv + dv)
     state_fragment = T.alloc_fragment((HEAD_DIM, dv), FP32)
-    if config.use_initial_state:
-        T.copy(inputs.initial_state[place.batch, place.head, 0:HEAD_DIM, columns], state_fragment)
+    if not config.has_output:
+        for i, j in T.Parallel(HEAD_DIM, dv):
+            state_fragment[i, j] = T.if_then_else(i == place.dv + j, place.identity, 0)
+    elif config.use_initial_state:
+        T.copy(inputs.initial_state[place.initial, place.head, 0:HEAD_DIM, columns], state_fragment)
     else:
         T.clear(state_fragment)
     for chunk in T.serial(place.chunks):
@@ -153,7 +184,8 @@ def state_role(config, place, inputs, tiles, barriers):
             tiles.k[chunk % config.k_stages, :, :], tiles.decayed, state_fragment, transpose_A=True
         )
         release_inputs(config, barriers, chunk)
-    T.copy(state_fragment, inputs.final_state[place.batch, place.head, 0:HEAD_DIM, columns])
+    if place.keeps_state:
+        T.copy(state_fragment, inputs.final_state[place.final, place.head, 0:HEAD_DIM, columns])
 
 
 @T.macro
@@ -203,11 +235,12 @@ def v_role(config, place, tiles, barriers):
         T.fence_proxy_async()
         T.barrier_arrive(barriers.decayed_ready)
 
-        if config.guards:
-            T.barrier_wait(barriers.v_new_consumed, (chunk + 1) % 2)
-        T.copy(v_new_fragment, tiles.v_new)
-        T.fence_proxy_async()
-        T.barrier_arrive(barriers.v_new_ready)
+        if config.has_output:
+            if config.guards:
+                T.barrier_wait(barriers.v_new_consumed, (chunk + 1) % 2)
+            T.copy(v_new_fragment, tiles.v_new)
+            T.fence_proxy_async()
+            T.barrier_arrive(barriers.v_new_ready)
         release_inputs(config, barriers, chunk)
 
 
@@ -259,7 +292,7 @@ def o_role(config, place, inputs, tiles, barriers):
             T.fence_proxy_async()
             T.barrier_arrive(barriers.output_ready)
         else:
-            first = chunk * CHUNK
+            first = place.first + chunk * CHUNK
             for i, j in T.Parallel(CHUNK, dv):
                 if first + i < place.tokens:
                     inputs.output[place.batch, first + i, place.head, place.dv + j] = (
@@ -270,10 +303,9 @@ def o_role(config, place, inputs, tiles, barriers):
 @T.macro
 def load_k(config, place, inputs, tiles, barriers, chunk):
     stage = chunk % config.k_stages
-    first = chunk * CHUNK
     T.barrier_wait(barriers.k_free[stage], (chunk // config.k_stages + 1) % 2)
     T.tma_copy(
-        inputs.k[place.batch, first : first + CHUNK, place.head_q, 0:HEAD_DIM],
+        inputs.k[place.batch, chunk_rows(place, chunk), place.head_q, 0:HEAD_DIM],
         tiles.k[stage, :, :],
         barrier=barriers.k_ready[stage],
     )
@@ -289,7 +321,7 @@ def load_qk_warp(config, place, inputs, tiles, barriers):
             load_k(config, place, inputs, tiles, barriers, chunk)
     for chunk in T.serial(place.chunks):
         stage = chunk % config.stages
-        rows = slice(chunk * CHUNK, chunk * CHUNK + CHUNK)
+        rows = chunk_rows(place, chunk)
         if config.k_apart and chunk + ahead < place.chunks:
             load_k(config, place, inputs, tiles, barriers, chunk + ahead)
         T.barrier_wait(barriers.inputs_free[stage], (chunk // config.stages + 1) % 2)
@@ -299,35 +331,36 @@ def load_qk_warp(config, place, inputs, tiles, barriers):
                 tiles.k[stage, :, :],
                 barrier=barriers.inputs_ready[stage],
             )
-        T.tma_copy(
-            inputs.q[place.batch, rows, place.head_q, 0:HEAD_DIM],
-            tiles.q[stage, :, :],
-            barrier=barriers.inputs_ready[stage],
-        )
+        if config.has_output:
+            T.tma_copy(
+                inputs.q[place.batch, rows, place.head_q, 0:HEAD_DIM],
+                tiles.q[stage, :, :],
+                barrier=barriers.inputs_ready[stage],
+            )
         T.barrier_arrive(barriers.inputs_ready[stage])
 
 
 @T.macro
 def load_gate_heads(config, place, source, chunk, heads, ready):
     """Rows of a chunk of g or beta, many heads wide, into `heads` [64, gate_heads]."""
-    first = chunk * CHUNK
+    rows = chunk_rows(place, chunk)
     head = place.head // config.gate_heads * config.gate_heads
     if config.gates == "box":
         T.tma_copy(
-            source[place.batch, first : first + CHUNK, head : head + config.gate_heads],
+            source[place.batch, rows, head : head + config.gate_heads],
             heads,
             barrier=ready,
         )
         T.barrier_arrive(ready)
     else:
         for i, j in T.Parallel(CHUNK, config.gate_heads):
-            heads[i, j] = source[place.batch, T.min(first + i, place.tokens - 1), head + j]
+            heads[i, j] = source[place.batch, T.min(rows.start + i, place.tokens - 1), head + j]
 
 
 @T.macro
 def read_gate(config, place, source, chunk, heads, ready, column):
     """This head's column of a chunk of g or beta, repeating the last token past T."""
-    first = chunk * CHUNK
+    first = place.first + chunk * CHUNK
     last = T.min(CHUNK, place.tokens - first) - 1
     if config.gates == "column":
         for i in T.Parallel(CHUNK):
@@ -352,7 +385,7 @@ def load_v_beta_warp(config, place, inputs, tiles, barriers):
         load_gate_heads(config, place, inputs.beta, 0, tiles.beta_heads, barriers.beta_ready)
     for chunk in T.serial(place.chunks):
         stage = chunk % config.stages
-        rows = slice(chunk * CHUNK, chunk * CHUNK + CHUNK)
+        rows = chunk_rows(place, chunk)
         read_gate(
             config,
             place,
@@ -363,8 +396,14 @@ def load_v_beta_warp(config, place, inputs, tiles, barriers):
             beta_fragment,
         )
         T.barrier_wait(barriers.inputs_free[stage], (chunk // config.stages + 1) % 2)
+        # M is made with V = 0: rows past T.
         T.tma_copy(
-            inputs.v[place.batch, rows, place.head, place.dv : place.dv + dv],
+            inputs.v[
+                place.batch,
+                rows.start + place.v_shift : rows.stop + place.v_shift,
+                place.head,
+                place.dv : place.dv + dv,
+            ],
             tiles.v[stage, :, :],
             barrier=barriers.inputs_ready[stage],
         )
@@ -381,7 +420,7 @@ def load_a_gate_warp(config, place, inputs, tiles, barriers):
         load_gate_heads(config, place, inputs.g, 0, tiles.g_heads, barriers.g_ready)
     for chunk in T.serial(place.chunks):
         stage = chunk % config.stages
-        rows = slice(chunk * CHUNK, chunk * CHUNK + CHUNK)
+        rows = chunk_rows(place, chunk)
         read_gate(config, place, inputs.g, chunk, tiles.g_heads, barriers.g_ready, gate_fragment)
         T.barrier_wait(barriers.inputs_free[stage], (chunk // config.stages + 1) % 2)
         T.tma_copy(
@@ -403,7 +442,7 @@ def write_back_warp(config, place, inputs, tiles, barriers):
     """O of a chunk, while the consumers work on the next."""
     columns = slice(place.dv, place.dv + config.block_dv)
     for chunk in T.serial(place.chunks):
-        rows = slice(chunk * CHUNK, chunk * CHUNK + CHUNK)
+        rows = chunk_rows(place, chunk)
         T.barrier_wait(barriers.output_ready, chunk % 2)
         T.copy(tiles.output, inputs.output[place.batch, rows, place.head, columns])
         T.barrier_arrive(barriers.output_stored)
@@ -432,7 +471,7 @@ def allocate_tiles(config: FourGroupConfig) -> SimpleNamespace:
 
     return named(
         "_shared",
-        q=bf16(stages, CHUNK, HEAD_DIM),
+        q=bf16(stages, CHUNK, HEAD_DIM) if config.has_output else None,
         k=bf16(config.k_stages, CHUNK, HEAD_DIM),
         v=bf16(stages, CHUNK, dv),
         a=bf16(stages, CHUNK, CHUNK),
@@ -441,10 +480,10 @@ def allocate_tiles(config: FourGroupConfig) -> SimpleNamespace:
         gamma=per_row(),
         decay=per_row(),  # exp(g_last - g)
         state=bf16(HEAD_DIM, dv),
-        v_new=bf16(CHUNK, dv),
+        v_new=bf16(CHUNK, dv) if config.has_output else None,
         decayed=bf16(CHUNK, dv),
-        scores=bf16(CHUNK, CHUNK),
-        output=bf16(CHUNK, dv) if config.output == "write_back" else None,
+        scores=bf16(CHUNK, CHUNK) if config.has_output else None,
+        output=bf16(CHUNK, dv) if config.has_output and config.output == "write_back" else None,
         g_heads=gate_heads(),
         beta_heads=gate_heads(),
     )
@@ -456,30 +495,69 @@ def allocate_barriers(config: FourGroupConfig) -> SimpleNamespace:
     def barrier(threads, used=True, stages=1):
         return T.alloc_barrier([threads] * stages) if used else None
 
-    write_back = config.output == "write_back"
+    write_back = config.has_output and config.output == "write_back"
+    readers = config.consumers - WARP_GROUP  # of the bf16 state: all but the state group
     box = config.gates == "box"
     return named(
         inputs_ready=barrier(LOADERS, stages=config.stages),
-        inputs_free=barrier(CONSUMERS, stages=config.stages),
+        inputs_free=barrier(config.consumers, stages=config.stages),
         k_ready=barrier(WARP, config.k_apart, config.k_stages),
-        k_free=barrier(CONSUMERS, config.k_apart, config.k_stages),
+        k_free=barrier(config.consumers, config.k_apart, config.k_stages),
         g_ready=barrier(WARP, box),
         beta_ready=barrier(WARP, box),
         state_ready=barrier(WARP_GROUP),  # by the state group
-        state_consumed=barrier(2 * WARP_GROUP, config.guards),  # by the V and O groups
+        state_consumed=barrier(readers, config.guards),  # by the V and O groups
         decayed_ready=barrier(WARP_GROUP),  # by the V group
-        v_new_ready=barrier(WARP_GROUP),  # by the V group
-        v_new_consumed=barrier(WARP_GROUP, config.guards),  # by the O group
+        v_new_ready=barrier(WARP_GROUP, config.has_output),  # by the V group
+        v_new_consumed=barrier(WARP_GROUP, config.has_output and config.guards),  # by the O group
         output_ready=barrier(WARP_GROUP, write_back),  # by the O group
         output_stored=barrier(WARP, write_back),  # by the write-back warp
     )
 
 
+def locate(config, block, segment, bb, batch, tokens, segments, segment_chunks) -> SimpleNamespace:
+    """Which slice of what the CTA owns.
+
+    Summaries are stored kind first, N before M; a block of the grid's first dimension names kind,
+    head and slice, in that order.
+    """
+    slices = HEAD_DIM // config.block_dv
+    head = block // slices % config.heads_v
+    place = SimpleNamespace(
+        batch=bb,
+        head=head,
+        head_q=head // (config.heads_v // config.heads_q),
+        dv=block % slices * config.block_dv,
+        tokens=tokens,
+        first=segment * segment_chunks * CHUNK,
+        chunks=T.min(segment_chunks, T.ceildiv(tokens, CHUNK) - segment * segment_chunks),
+        initial=bb * segments + segment,
+        final=bb,
+        keeps_state=segment == segments - 1,
+        v_shift=0,
+    )
+    if not config.has_output:
+        kind = block // (slices * config.heads_v)
+        place.identity = T.cast(kind, FP32)
+        place.v_shift = kind * tokens
+        place.final = (kind * batch + bb) * segments + segment
+        place.keeps_state = True
+    return place
+
+
 def four_group_kernel(config: FourGroupConfig) -> tirx.PrimFunc:
-    """Build the kernel for `config` as a TileLang PrimFunc; arguments as early.early_kernel's."""
+    """Build the kernel for `config` as a TileLang PrimFunc.
+
+    Its arguments: those of early.early_kernel, then segments (int32, segments of a sequence) and
+    segment_chunks (int32, chunks of each but the last). initial_state holds [B * segments, Hv, 128,
+    128], the state before each segment. A "summary" writes no output, and as final_state takes
+    [2 * B * segments, Hv, 128, 128] for N and, in the second half, M.
+    """
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
-    heads_q, heads_v, dv = config.heads_q, config.heads_v, config.block_dv
-    slices = HEAD_DIM // dv
+    initial_states, final_states = T.dynamic("initial_states"), T.dynamic("final_states")
+    heads_q, heads_v = config.heads_q, config.heads_v
+    kinds = 1 if config.has_output else 2
+    blocks = kinds * heads_v * (HEAD_DIM // config.block_dv)
 
     @T.prim_func
     def gdn_four_group(
@@ -489,11 +567,13 @@ def four_group_kernel(config: FourGroupConfig) -> tirx.PrimFunc:
         g_cumsum: T.Tensor((batch, tokens, heads_v), FP32),
         beta: T.Tensor((batch, tokens, heads_v), FP32),
         a: T.Tensor((batch, tokens, heads_v, CHUNK), BF16),
-        initial_state: T.Tensor((batch, heads_v, HEAD_DIM, HEAD_DIM), FP32),
+        initial_state: T.Tensor((initial_states, heads_v, HEAD_DIM, HEAD_DIM), FP32),
         output: T.Tensor((batch, tokens, heads_v, HEAD_DIM), BF16),
-        final_state: T.Tensor((batch, heads_v, HEAD_DIM, HEAD_DIM), FP32),
+        final_state: T.Tensor((final_states, heads_v, HEAD_DIM, HEAD_DIM), FP32),
+        segments: T.int32,
+        segment_chunks: T.int32,
     ):
-        with T.Kernel(slices * heads_v * batch, threads=THREADS) as block:
+        with T.Kernel(blocks, segments, batch, threads=config.threads) as (block, segment, bb):
             if config.ctas_per_multiprocessor > 1:
                 T.annotate_min_blocks_per_sm(config.ctas_per_multiprocessor)
             inputs = SimpleNamespace(
@@ -507,16 +587,9 @@ def four_group_kernel(config: FourGroupConfig) -> tirx.PrimFunc:
                 output=output,
                 final_state=final_state,
             )
-            place = SimpleNamespace(
-                batch=block // (slices * heads_v),
-                head=block // slices % heads_v,
-                head_q=block // slices % heads_v // (heads_v // heads_q),
-                dv=block % slices * dv,
-                tokens=tokens,
-                chunks=T.ceildiv(tokens, CHUNK),
-            )
+            place = locate(config, block, segment, bb, batch, tokens, segments, segment_chunks)
             tiles, barriers = allocate_tiles(config), allocate_barriers(config)
-            if config.output == "write_back":
+            if tiles.output is not None:
                 T.annotate_layout({tiles.output: make_swizzled_layout(tiles.output)})
 
             thread = T.get_thread_binding()
@@ -526,18 +599,18 @@ def four_group_kernel(config: FourGroupConfig) -> tirx.PrimFunc:
             elif thread < 2 * WARP_GROUP:
                 set_registers(config, 1)
                 v_role(config, place, tiles, barriers)
-            elif thread < CONSUMERS:
+            elif config.has_output and thread < config.consumers:
                 set_registers(config, 2)
                 o_role(config, place, inputs, tiles, barriers)
             else:
                 set_registers(config, 3)
-                if thread < CONSUMERS + WARP:
+                if thread < config.consumers + WARP:
                     load_qk_warp(config, place, inputs, tiles, barriers)
-                elif thread < CONSUMERS + 2 * WARP:
+                elif thread < config.consumers + 2 * WARP:
                     load_v_beta_warp(config, place, inputs, tiles, barriers)
-                elif thread < CONSUMERS + 3 * WARP:
+                elif thread < config.consumers + 3 * WARP:
                     load_a_gate_warp(config, place, inputs, tiles, barriers)
-                elif config.output == "write_back":
+                elif tiles.output is not None:
                     write_back_warp(config, place, inputs, tiles, barriers)
 
     return gdn_four_group

@@ -26,6 +26,16 @@ def get_version(name: str) -> Version:
     return BY_NAME[name]
 
 
+def kernels_of(version: str, shape: LadderShape) -> list[tuple[Kernel, Any]]:
+    """The kernels, each with its config, that the version launches for a shape, in that order.
+
+    v14 launches the package's own and has none here. Raises as forward() does.
+    """
+    found = []
+    _row(version).family.bind(_row(version).settings, shape, lambda *launch: found.append(launch))
+    return found
+
+
 def forward(
     version: str,
     q: Tensor,
@@ -48,11 +58,7 @@ def forward(
     for v14, which reuses its own. Raises ValueError for an unknown version, NotBuiltError for one
     that no kernel runs yet, TypeError or ValueError for a wrong tensor.
     """
-    row = get_version(version)
-    if row.family is None:
-        raise NotBuiltError(
-            f"version {version!r} is not built yet, available are {', '.join(available_versions())}"
-        )
+    row = _row(version)
     inputs = Inputs(q, k, v, g_cumsum, beta, A, initial_state)
     shape = _shape(inputs)
     if execute is None:
@@ -62,6 +68,15 @@ def forward(
             )
         return _bound(row.name, shape)(inputs)
     return row.family.bind(row.settings, shape, execute)(inputs)
+
+
+def _row(name: str) -> Version:
+    row = get_version(name)
+    if row.family is None:
+        raise NotBuiltError(
+            f"version {name!r} is not built yet, available are {', '.join(available_versions())}"
+        )
+    return row
 
 
 def _shape(inputs: Inputs) -> LadderShape:

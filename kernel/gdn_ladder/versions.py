@@ -21,6 +21,7 @@ from .families import (
     Family,
     LadderShape,
 )
+from .segments import CHUNK_PARALLEL_SCAN, split_time
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,8 @@ VERSIONS: tuple[Version, ...] = (
         "scan",
         idea="chunk-parallel scan: segments summarised as affine maps, scanned, then replayed",
         lesson="right, no gain on 14 multiprocessors: two passes cost what the parallelism gives",
+        family=CHUNK_PARALLEL_SCAN,
+        settings={"block_dv": gva_aware, "split": split_time},
     ),
     Version(
         "w8a8",
