@@ -51,7 +51,7 @@ class Cta:
             self.issue, "race" in options.checks, "init" in options.checks, options.auto_sync
         )
         self.barriers: dict[int, list[Barrier]] = {}
-        self.named: dict[int, Barrier] = {}
+        self.named: dict[int | str, Barrier] = {}
         self.in_flight: list[Callable] = []
         self.loads: list[Load] = []
         self.trace = trace
@@ -76,7 +76,7 @@ class Cta:
         for key, (name, counts) in specs.items():
             self.barriers[key] = [self.barrier(f"{name}[{i}]", n) for i, n in enumerate(counts)]
 
-    def named_barrier(self, ident: int, count: int, role: Role) -> Barrier:
+    def named_barrier(self, ident: int | str, count: int, role: Role) -> Barrier:
         barrier = self.named.get(ident)
         if barrier is None:
             barrier = self.named[ident] = self.barrier(f"named barrier {ident}", count)

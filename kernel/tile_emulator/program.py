@@ -59,7 +59,9 @@ class Program:
                 self.compiler.scope.buffers[spec.key] = spec
         self.outputs = written_buffers(self.func)
         self.body = self.compiler.statement(self.func.body)
-        self.groups = find_roles(self.compiler)
+        found = find_roles(self.compiler)
+        self.groups = [threads for threads, _ in found]
+        self.shares = [share for _, share in found]
         self.roles = tuple(self.role_name(threads, role_names or {}) for threads in self.groups)
 
     @staticmethod
@@ -146,14 +148,16 @@ class Program:
                 **launch.variables,
                 **{k: i for (k, _), i in zip(self.compiler.grid, block, strict=True)},
             }
-            for name, threads in zip(self.roles, self.groups, strict=True):
+            parts = zip(self.roles, self.groups, self.shares, strict=True)
+            for name, threads, share in parts:
                 buffers = {**launch.tensors, **shared}
                 for spec in self.compiler.private:
                     if spec.is_per_thread:
                         buffers[spec.key] = Local(spec, len(threads), init)
                     else:
                         buffers[spec.key] = Tile.allocate(spec, False, init)
-                cta.roles.append(Role(cta, name, threads, dict(variables), buffers))
+                role = Role(cta, name, threads, dict(variables), buffers, share)
+                cta.roles.append(role)
             cta.roles[0].leader = True
             programs = [
                 self.body.run(role) if self.body.blocking else run_plain(self.body, role)

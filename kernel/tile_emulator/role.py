@@ -13,8 +13,20 @@ from .barriers import CLOCKS, Barrier
 
 if TYPE_CHECKING:
     from .cta import Cta
+    from .memory import Tile
 
 WARP = 32
+WARP_GROUP = 128
+
+
+@dataclass(frozen=True)
+class Share:
+    """The threads that share a role's register tiles: all of its own, or, for a warp group of a
+    wide role, ``width`` threads of which its own start at ``offset``.
+    """
+
+    width: int
+    offset: int = 0
 
 
 @dataclass
@@ -47,11 +59,19 @@ class Role:
     """
 
     def __init__(
-        self, cta: Cta | None, name: str, threads: np.ndarray, variables: dict, buffers: dict
+        self,
+        cta: Cta | None,
+        name: str,
+        threads: np.ndarray,
+        variables: dict,
+        buffers: dict,
+        share: Share | None = None,
     ):
         self.cta, self.name, self.threads = cta, name, threads
         self.width = len(threads)
         self.positions = np.arange(self.width)
+        self.share = share or Share(self.width)
+        self.is_part = self.share.width > self.width
         self.variables, self.buffers = variables, buffers
         self.lanes: np.ndarray | None = None
         self.extents: tuple[int, ...] = ()
@@ -79,6 +99,15 @@ class Role:
             self.warp_synced = np.zeros(3, np.int32)
             self.role_synced = np.zeros(3, np.int32)
             self.warps = np.unique(threads // WARP)
+
+    def leaves(self, tile: Tile, common: bool, each_group: bool = False) -> bool:
+        """Is a store to this tile another role's?  Of code that all threads run the first role
+        does the shared and global stores, of a wide role's its first warp group (unless
+        each_group).
+        """
+        if not (tile.is_global or tile.scope.startswith("shared")):
+            return False
+        return (common and not self.leader) or (self.share.offset > 0 and not each_group)
 
     # ---- threads ----
     @property

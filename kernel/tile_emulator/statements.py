@@ -13,14 +13,13 @@ from .dtypes import NARROW, rounded
 from .edits import HOLDS_BACK, SYNCHRONISATION, Edit, Site
 from .errors import UnsupportedOperation
 from .expressions import Closure, Expressions
-from .indexing import Where
+from .indexing import Where, split_linear
 from .lanes import is_array, uniform, with_elements
 from .memory import BufferSpec, Local, Tile
 from .operations import OPERATIONS, blocks_or_is_tile_operation, is_ignored
-from .ownership import Accumulator, NestOwner
-from .role import WARP, Role
+from .ownership import NestOwner, RegisterTiles, Touch, links_of
+from .role import WARP, WARP_GROUP, Role, Share
 from .scope import Scope
-from .statements_common import leave_to_leader
 from .steps import NOTHING, Step, repeat, sequence
 from .tir import (
     PARALLEL,
@@ -59,7 +58,8 @@ class Compiler:
     grid: [(blockIdx variable, extent closure)]; shared / private: allocations; barriers: key ->
     (name, counts); splits: conditionals on the thread number whose bodies block or hold tile
     operations; products: for each matrix product the conditionals on the thread number around it;
-    accumulators: buffer key -> layout of its elements.
+    tiles, row_axes: what is known of register tiles; wide_waits: waits whose barrier depends on the
+    thread; reach: threads that get to a place.
     """
 
     def __init__(self, edit: Edit | None = None):
@@ -77,7 +77,10 @@ class Compiler:
         self.splits: list[Branch] = []
         self.branches: list[tuple[Branch, bool]] = []
         self.products: list[tuple[tuple[Branch, bool], ...]] = []
-        self.accumulators: dict[int, Accumulator] = {}
+        self.tiles = RegisterTiles()
+        self.row_axes: dict[int, int] = {}
+        self.reach: dict[tuple[tuple[Branch, bool], ...], int] = {}
+        self.wide_waits: list[tuple[tuple[Branch, bool], ...]] = []
         self.bound: list[tuple[int, Closure]] = []
         self.line = "?:0"
 
@@ -301,15 +304,18 @@ class Compiler:
             for axis, (key, _) in enumerate(loops)
         ]
         keys, run, line = [key for key, _ in loops], body.run, self.line
+        row_axes = self.row_axes
 
         def nest(role):
             role.line = line
             role.variables.update(ranges)
             role.extents, role.masked, role.nest, role.owner = extents, False, list(keys), owner
-            if role.lanes is None:
-                run(role)
-            else:
+            if role.lanes is not None:
                 run_owned(role, run)
+            elif role.is_part and owner.stores_out:
+                run_share(role, run, row_axes)
+            else:
+                run(role)
             role.extents, role.nest, role.owner = (), [], None
             if role.cta.trace:
                 role.cta.trace.elementwise(role, extents)
@@ -317,17 +323,30 @@ class Compiler:
         return Step(nest)
 
     def owner(self, body) -> NestOwner:
-        """The two-dimensional register tiles that a nest touches."""
-        touched = []
+        """What a nest does with register tiles of two dimensions."""
+        touches, variables, outside = [], [], []
 
         def look(node):
-            if kind(node) in ("BufferLoad", "BufferStore") and len(node.indices) == 2:
-                spec = self.scope.buffers.get(hash(node.buffer.data))
-                if spec is not None and spec.scope == "local.fragment":
-                    touched.append((spec.key, *(self.expression(i) for i in node.indices)))
+            if kind(node) not in ("BufferLoad", "BufferStore"):
+                return
+            spec = self.scope.buffers.get(hash(node.buffer.data))
+            if spec is None:
+                return
+            if spec.scope == "local.fragment" and len(node.indices) == 2:
+                indices = tuple(self.expression(i) for i in node.indices)
+                touches.append(Touch(spec.key, spec.shape, indices))
+                variables.append((spec.key, tuple(self.nest_variable(i) for i in node.indices)))
+            elif kind(node) == "BufferStore" and not spec.is_per_thread:
+                outside.append(spec)
 
         visit(body, look)
-        return NestOwner(tuple(touched), self.accumulators)
+        self.tiles.links.extend(links_of(variables))
+        return NestOwner(tuple(touches), self.tiles, bool(outside))
+
+    def nest_variable(self, e) -> int | None:
+        """The variable of the nest that an index runs with, if it is that plus a scalar."""
+        parts = split_linear(e, self.scope, self.expression)
+        return parts[0] if parts is not None else None
 
     # ---- conditionals ----
     def compile_IfThenElse(self, s) -> Step:
@@ -467,9 +486,21 @@ def run_owned(role: Role, run: Callable) -> None:
             "over tiles of unknown layout",
             where=role.where(),
         )
-    mine = np.isin(positions, role.lanes)
+    mine = np.isin(positions, role.share.offset + role.lanes)
     if mine.all():
         run(role)
+    elif mine.any():
+        with_elements(role, mine, run)
+
+
+def run_share(role: Role, run: Callable, row_axes: dict[int, int]) -> None:
+    """A nest of a wide role that stores outside of registers: each warp group its own rows, or the
+    first all where the layout is not known.
+    """
+    mine = role.owner.share(role, row_axes)
+    if mine is None:
+        if role.share.offset == 0:
+            run(role)
     elif mine.any():
         with_elements(role, mine, run)
 
@@ -510,7 +541,7 @@ def tile_store(
         tile: Tile = role.buffers[key]
         at = index(role, tile.arr.shape)
         thread_level = is_array(at.lanes)
-        if common and not thread_level and leave_to_leader(role, tile):
+        if not thread_level and not role.extents and role.leaves(tile, common):
             return
         if narrow:
             x = rounded(x, dtype)
@@ -590,12 +621,13 @@ def touch_write(role: Role, tile: Tile, at: Where, partner, common: bool = False
         cta.detector.fragment(role, tile, "write")
 
 
-def find_roles(compiler: Compiler) -> list[np.ndarray]:
+def find_roles(compiler: Compiler) -> list[tuple[np.ndarray, Share]]:
     """Threads grouped by the conditions on the thread number whose bodies block or hold tile
     operations.
 
     A condition that cuts through a warp, or through the threads of a matrix product, makes no
-    roles: its body runs with a part of the role's threads.
+    roles: its body runs with a part of the role's threads. A role of several warp groups of which
+    each waits for barriers of its own is a role for each of them, with a share of the tiles.
     """
     probe = make_probe(compiler)
     product_threads = {around: reached(around, probe) for around in compiler.products}
@@ -615,7 +647,17 @@ def find_roles(compiler: Compiler) -> list[np.ndarray]:
     groups: dict[tuple, list[int]] = {}
     for thread in range(compiler.threads):
         groups.setdefault(tuple(bool(mask[thread]) for mask in columns), []).append(thread)
-    return [np.array(threads) for threads in groups.values()]
+    roles = []
+    for threads in map(np.array, groups.values()):
+        width = len(threads)
+        waits = any(reached(around, probe)[threads].all() for around in compiler.wide_waits)
+        parts = width // WARP_GROUP if waits and width % WARP_GROUP == 0 else 1
+        for number, part in enumerate(np.split(threads, parts)):
+            roles.append((part, Share(width, number * (width // parts))))
+    for around in compiler.reach:
+        compiler.reach[around] = int(np.sum(reached(around, probe)))
+    compiler.row_axes.update(compiler.tiles.row_axes())
+    return roles
 
 
 def make_probe(compiler: Compiler) -> Role:

@@ -11,10 +11,10 @@ from .tile_operations import compile_barriers
 
 @operation("mbarrier_wait_parity")
 def wait_parity(compiler, call) -> Step:
-    barriers_of, parity_of = (
-        compile_barriers(compiler, call.args[0]),
-        compiler.expression(call.args[1]),
-    )
+    barriers_of = compile_barriers(compiler, call.args[0])
+    parity_of = compiler.expression(call.args[1])
+    if compiler.scope.may_vary(call.args[0].indices[0]):
+        compiler.wide_waits.append(tuple(compiler.branches))
     flip = compiler.flip
 
     def run(role: Role):
@@ -86,23 +86,27 @@ def sync_warp(compiler, call) -> Step:
 
 @operation("tvm_storage_sync")
 def sync_threads(compiler, call) -> Step:
-    """T.sync_threads: of the whole CTA, of a role (inside its branch), or of ``count`` threads on a
-    named barrier.
+    """T.sync_threads: of all threads that get to this place, or of ``count`` threads on a named
+    barrier.
     """
-    whole = len(call.args) < 3
-    inside_role = compiler.scope.depth > 0
-    if not whole:
+    named = len(call.args) >= 3
+    if named:
         ident, count = compiler.expression(call.args[1]), compiler.expression(call.args[2])
-    everyone = compiler.threads
+    around = tuple(compiler.branches)
+    reach = compiler.reach
+    reach[around] = compiler.threads
+    line = compiler.line
 
     def run(role: Role):
-        if whole and (inside_role or len(role.cta.roles) == 1):
-            role.sync_role()
-            return
-        number = 0 if whole else int(uniform(role, ident(role)))
-        threads = everyone if whole else int(uniform(role, count(role)))
+        if named:
+            number, threads = int(uniform(role, ident(role))), int(uniform(role, count(role)))
+        else:
+            number, threads = f"of all threads at {line}", reach[around]
+            if threads == role.width:
+                role.sync_role()
+                return
         barrier = role.cta.named_barrier(number, threads, role)
-        if whole:
+        if not around:
             barrier.incoming[0, 0] = role.cta.detector.now.get(0, 0)
         role.wait = Wait(barrier, phase=barrier.phase)
         if role.cta.trace:

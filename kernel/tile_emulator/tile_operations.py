@@ -8,15 +8,12 @@ from .cta import Load
 from .dtypes import NARROW
 from .errors import UnsupportedOperation
 from .lanes import is_array, uniform
-from .ownership import Accumulator
+from .ownership import Accumulator, own_part
 from .regions import compile_region, deposit, fetch, once_per_place, place
 from .registry import operation
-from .role import Role
-from .statements_common import leave_to_leader
+from .role import WARP_GROUP, Role
 from .steps import Step
 from .tir import int_of
-
-WARPGROUP = 128
 
 
 def annotations_of(call) -> dict:
@@ -32,10 +29,19 @@ def copy(compiler, call) -> Step:
     notes = annotations_of(call)
     by_tma = source.is_shared and target.is_global and not int_of(notes.get("disable_tma", 0))
     common = compiler.scope.depth == 0
+    row_axes = compiler.row_axes
+    if not (source.is_shared or source.is_global or target.is_shared or target.is_global):
+        compiler.tiles.links.extend(((source.key, axis), (target.key, axis)) for axis in (0, 1))
 
     def run(role: Role):
         a, b = source(role), target(role)
-        if common and leave_to_leader(role, b.tile):
+        axis = row_axes.get(source.key) if role.is_part else None
+        if axis is not None and (target.is_shared or target.is_global):
+            part = own_part(role, a, b, axis)
+            if part is None:
+                return
+            a, b = part
+        elif role.leaves(b.tile, common):
             return
         if by_tma:
             role.before_async()
@@ -54,7 +60,7 @@ def transpose(compiler, call) -> Step:
 
     def run(role: Role):
         b = target(role)
-        if not (common and leave_to_leader(role, b.tile)):
+        if not role.leaves(b.tile, common):
             x = fetch(role, source(role))
             deposit(role, b, np.ascontiguousarray(x.squeeze().T), common)
 
@@ -74,11 +80,12 @@ def tma_copy(compiler, call) -> Step:
     leader_scope = (
         int_of(notes["leader_scope_threads"]) if "leader_scope_threads" in notes else None
     )
+    each_group = leader_scope is not None and leader_scope <= WARP_GROUP
     if notes.get("barrier") is None:
 
         def issue(role: Role):
             a, b = source(role), target(role)
-            if common and leave_to_leader(role, b.tile):
+            if role.leaves(b.tile, common, each_group):
                 return
             role.before_async()
             stamp = role.cta.detector.stamp(role.name, "store")
@@ -92,7 +99,7 @@ def tma_copy(compiler, call) -> Step:
 
         def issue(role: Role):
             a, b = source(role), target(role)
-            if common and leave_to_leader(role, b.tile):
+            if role.leaves(b.tile, common, each_group):
                 return
             cta, ((barrier, _),) = role.cta, barriers_of(role)
             x = place(role, b, fetch(role, a))
@@ -148,7 +155,7 @@ def fill(compiler, call) -> Step:
 
     def run(role: Role):
         b = target(role)
-        if not (common and leave_to_leader(role, b.tile)):
+        if not role.leaves(b.tile, common):
             x = np.full(b.extent, uniform(role, value(role)), b.tile.arr.dtype)
             deposit(role, b, x, common)
             if role.cta.trace:
@@ -177,7 +184,7 @@ def reduce(compiler, call) -> Step:
 
     def run(role: Role):
         b = target(role)
-        if common and leave_to_leader(role, b.tile):
+        if role.leaves(b.tile, common):
             return
         x = fetch(role, source(role))
         y = combine.reduce(np.abs(x) if name.startswith("abs") else x, axis=axis).reshape(b.extent)
@@ -196,7 +203,7 @@ def cumsum(compiler, call) -> Step:
 
     def run(role: Role):
         b = target(role)
-        if common and leave_to_leader(role, b.tile):
+        if role.leaves(b.tile, common):
             return
         x = fetch(role, source(role))
         if backward(role):
@@ -224,12 +231,14 @@ def gemm_step(compiler, call, waits: bool) -> Step:
 
     compiler.products.append(tuple(compiler.branches))
     policy = int_of(call.args[8]) if hasattr(call.args[8], "value") else -1
-    compiler.accumulators[out.key] = Accumulator(rows, policy)
+    compiler.tiles.accumulators[out.key] = Accumulator(rows, policy)
+    if not left.is_shared and not int_of(call.args[3]):
+        compiler.tiles.operands.add(left.key)
 
     def run(role: Role):
         a, b, c = left(role), right(role), out(role)
         cta = role.cta
-        is_wgmma = rows % 64 == 0 and role.active_count % WARPGROUP == 0
+        is_wgmma = rows % 64 == 0 and role.active_count % WARP_GROUP == 0
         if not is_wgmma and not waits:
             raise UnsupportedOperation(
                 f"wgmma_gemm of {rows} rows by {role.active_count} threads of {role.name}",
@@ -259,7 +268,8 @@ def gemm_step(compiler, call, waits: bool) -> Step:
         if is_wgmma:
             role.groups.append((stamp.clock, stamp.time))
         if cta.trace:
-            cta.trace.gemm(role, rows * columns * depth, is_wgmma, c.tile.name)
+            macs = rows * columns * depth * role.width // role.share.width
+            cta.trace.gemm(role, macs, is_wgmma, c.tile.name)
         if is_wgmma and waits:
             role.wait_groups(0)
             if cta.trace:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tilelang.language as T
 from building import BF16, FP32, bf16, run
+
 from tile_emulator import Program
 from tile_emulator.__main__ import main
 from tile_emulator.mutate import main as mutate

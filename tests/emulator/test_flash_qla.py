@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from building import run
+
 from tile_emulator import DeadlockError, Edit, Program
 
 CHUNK, DIM = 64, 128

@@ -5,6 +5,7 @@ from functools import cache, partial
 import pytest
 import torch
 from building import run
+
 from cases import CHUNK, HEAD_DIM, Case, make_inputs
 from gdn_prefill.kernels import forward, preprocess, resident
 from gdn_prefill.specialisations import shipped_specialisations
@@ -95,7 +96,7 @@ def test_forward_lengths_and_batches(tokens):
 
 
 @pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize("block_dv", [64])
+@pytest.mark.parametrize("block_dv", [64, 128])
 @pytest.mark.parametrize("tokens", [1, TOKENS, 7 * CHUNK])
 def test_resident(block_dv, state, tokens):
     case = problem(1, 2, state, 1, tokens)
