@@ -1,0 +1,799 @@
+"""Exact splitting of a sequence over time, in three launches.
+
+Over a segment of chunks the map of the state is affine, S_out = M S_in + N, whatever the gates. The
+launches are
+
+    summary   per head and segment: N, the state that the segment makes from zero (segment 0: from
+              the initial state), and the transition M = gamma_segment I + D, kept as D
+    scan      per head: S <- gamma_segment S + D S + N from segment to segment
+    forward   the forward kernel, one CTA per tile and segment, from the scanned states
+
+D obeys the recurrence of N. With Gamma the decay from the segment's start to the chunk,
+
+    V_new = A (beta (V - gamma K N))    N <- gamma_last N + (exp(g_last - g) K)^T V_new
+
+makes N from V, and the same two lines make D where -Gamma gamma K stands in place of V. So one kernel
+computes both, and a transition costs what a local state costs. Nothing is cut off and nothing is
+inverted: every exponential is of a sum of log decays, none of which is positive.
+
+In the summary kernel the chain of a chunk is two products. A warp group beside it prepares
+
+    w = -exp(g_last - g) A (beta gamma) K       [C, dk] bf16
+    a =  exp(g_last - g) A (beta or -Gamma beta gamma)    [C, C] bf16, for V or for K as the values
+
+so that, transposed, with the state in registers as in the resident kernel,
+
+    X^T = V^T a^T + S^T w^T                     state groups, X the decayed V_new
+    S^T = gamma_last S^T + X^T K                state groups
+
+States between segments are stored transposed, [dv, dk]. Only the last segment may end in a tail
+chunk, and only the forward launch runs it.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import tilelang
+import tilelang.cuda.language as TC
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout, make_swizzled_layout
+from tilelang.tileop.base import GemmWarpPolicy
+
+from . import forward
+
+CHUNK = 64
+HEAD_DIM = 128
+TILE = 64  # rows of a warp group's WGMMA, columns of a 128-byte swizzled bf16 tile
+DK_HALVES = (0, 1)  # the state is two accumulators of 64 dk columns: one converts, one is summed
+
+WARP = 32
+WARP_GROUP = 4 * WARP
+WARPS_PER_GROUP = WARP_GROUP // WARP
+REGISTERS_PER_BLOCK = 65536
+ACCUMULATOR_REGISTERS = TILE * TILE // WARP_GROUP
+LOG2_E = 1.4426950408889634
+FULL_ROW = GemmWarpPolicy.FullRow
+
+# The roles order their shared memory themselves.
+PASS_CONFIGS = {
+    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
+    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+}
+
+# --- summary kernel
+STATE_GROUPS = HEAD_DIM // TILE
+STATE_WARPS = STATE_GROUPS * WARPS_PER_GROUP
+GATE_WARPS = 2  # one thread a token
+PREPARE_START = STATE_GROUPS * WARP_GROUP
+PRODUCER_START = PREPARE_START + WARP_GROUP
+GATE_START = PRODUCER_START + (WARPS_PER_GROUP - GATE_WARPS) * WARP
+SUMMARY_THREADS = PRODUCER_START + WARP_GROUP
+
+
+@dataclass(frozen=True)
+class SummaryConfig:
+    """What one compiled summary kernel is specialised on; the rest are run-time arguments.
+
+    stages: chunks of input in flight. registers: per thread of (state, preparing, service) groups.
+    residual: also write what bf16 loses of D, for scans that use it.
+    """
+
+    heads_q: int
+    heads_v: int
+    use_initial_state: bool = False
+    residual: bool = True
+    stages: int = 3
+    registers: tuple[int, int, int] = (176, 120, 40)
+
+    def __post_init__(self) -> None:
+        check_heads(self.heads_q, self.heads_v)
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2")
+        state, prepare, service = self.registers
+        asked = STATE_GROUPS * state + prepare + service
+        pool = REGISTERS_PER_BLOCK // WARP_GROUP
+        if asked > pool or any(count % 8 for count in self.registers):
+            raise ValueError(
+                f"registers={self.registers} must be multiples of 8; {STATE_GROUPS} state groups and "
+                f"two others ask for {asked} of {pool}"
+            )
+
+    @property
+    def name(self) -> str:
+        """A readable name of the specialisation, unique among the shipped ones."""
+        start = "init" if self.use_initial_state else "zero"
+        precision = "pair" if self.residual else "single"
+        return f"summary_hq{self.heads_q}_hv{self.heads_v}_{start}_{precision}"
+
+
+def check_heads(heads_q: int, heads_v: int) -> None:
+    if heads_q < 1 or heads_v % heads_q:
+        raise ValueError(f"heads_v={heads_v} must be a multiple of heads_q={heads_q}")
+
+
+@T.macro
+def arrive_warp(barrier, index):
+    """One arrival for the warp, after all its lanes have come this far."""
+    T.sync_warp()
+    if T.shuffle_elect(WARP):
+        T.barrier_arrive(barrier[index])
+
+
+@T.macro
+def multiply_values(stage, tiles, registers):
+    """X^T = V^T a^T, left in flight."""
+    TC.wgmma_gemm(
+        tiles.values[stage, :, :],
+        tiles.a[stage, :, :],
+        registers.x,
+        transpose_A=True,
+        transpose_B=True,
+        policy=FULL_ROW,
+        clear_accum=True,
+    )
+
+
+@T.macro
+def multiply_state(half, stage, tiles, registers):
+    """X^T += S^T w^T for one dk half, from the state as bf16, left in flight."""
+    T.copy(registers.state[half], registers.state_bf16[half])
+    TC.wgmma_gemm(
+        registers.state_bf16[half],
+        tiles.w[stage, :, half * TILE : (half + 1) * TILE],
+        registers.x,
+        transpose_B=True,
+        policy=FULL_ROW,
+    )
+
+
+@T.macro
+def finish_values(stage, tiles, registers):
+    """Decay the state in the shadow of X^T, then wait for it."""
+    # S^T = gamma_last S^T
+    for half in DK_HALVES:
+        for i, j in T.Parallel(HEAD_DIM, TILE):
+            registers.state[half][i, j] *= tiles.keep[stage]
+    TC.wait_wgmma(0)
+    TC.warpgroup_fence_operand(registers.x, num_regs=ACCUMULATOR_REGISTERS)
+
+
+@T.macro
+def absorb_values(stage, tiles, registers):
+    """S^T += X^T K, left in flight: one WGMMA group a dk half."""
+    T.copy(registers.x, registers.x_bf16)
+    for half in DK_HALVES:
+        TC.wgmma_gemm(
+            registers.x_bf16,
+            tiles.k[stage, :, half * TILE : (half + 1) * TILE],
+            registers.state[half],
+            policy=FULL_ROW,
+        )
+
+
+@T.macro
+def summary_state_role(config, place, inputs, tiles, barriers, registers):
+    """The serial chain, in registers; the products of two chunks overlap."""
+    for half in DK_HALVES:
+        T.clear(registers.state[half])
+    if config.use_initial_state:
+        if place.segment == 0:
+            for half in DK_HALVES:
+                for i, j in T.Parallel(HEAD_DIM, TILE):
+                    registers.state[half][i, j] = inputs.initial_state[
+                        place.batch, place.head, half * TILE + j, i
+                    ]
+
+    T.barrier_wait(barriers.prepared[0], 0)
+    multiply_values(0, tiles, registers)
+    for half in DK_HALVES:
+        multiply_state(half, 0, tiles, registers)
+    finish_values(0, tiles, registers)
+    for chunk in T.serial(place.chunks - 1):
+        stage = chunk % config.stages
+        coming = (chunk + 1) % config.stages
+        absorb_values(stage, tiles, registers)
+        T.barrier_wait(barriers.prepared[coming], (chunk + 1) // config.stages % 2)
+        multiply_values(coming, tiles, registers)
+        for half in DK_HALVES:
+            # The two newest WGMMA groups are later than this half of the state.
+            TC.wait_wgmma(2)
+            TC.warpgroup_fence_operand(registers.state[half], num_regs=ACCUMULATOR_REGISTERS)
+            multiply_state(half, coming, tiles, registers)
+        arrive_warp(barriers.inputs_free, stage)
+        finish_values(coming, tiles, registers)
+    absorb_values((place.chunks - 1) % config.stages, tiles, registers)
+    TC.wait_wgmma(0)
+    for half in DK_HALVES:
+        TC.warpgroup_fence_operand(registers.state[half], num_regs=ACCUMULATOR_REGISTERS)
+
+    if place.is_transition:
+        for half in DK_HALVES:
+            T.copy(registers.state[half], registers.state_bf16[half])
+            for i, j in T.Parallel(HEAD_DIM, TILE):
+                inputs.transitions[
+                    place.segment - 1, place.batch, place.head, i, half * TILE + j
+                ] = registers.state_bf16[half][i, j]
+            if config.residual:
+                for i, j in T.Parallel(HEAD_DIM, TILE):
+                    inputs.residuals[
+                        place.segment - 1, place.batch, place.head, i, half * TILE + j
+                    ] = T.cast(
+                        registers.state[half][i, j]
+                        - T.cast(registers.state_bf16[half][i, j], "float32"),
+                        "bfloat16",
+                    )
+    else:
+        for half in DK_HALVES:
+            for i, j in T.Parallel(HEAD_DIM, TILE):
+                inputs.states[place.segment, place.batch, place.head, i, half * TILE + j] = (
+                    registers.state[half][i, j]
+                )
+
+
+@T.macro
+def prepare_role(config, place, tiles, barriers, registers):
+    """Makes w and a of a chunk from A, its gates and K, ahead of the chain."""
+    for chunk in T.serial(place.chunks):
+        stage = chunk % config.stages
+        T.barrier_wait(barriers.inputs_ready[stage], (chunk // config.stages) % 2)
+        T.copy(tiles.a[stage, :, :], registers.a)
+
+        for i, j in T.Parallel(CHUNK, CHUNK):
+            registers.key_weights[i, j] = T.cast(
+                T.cast(registers.a[i, j], "float32")
+                * (tiles.decay[stage, i] * tiles.key_factor[stage, j]),
+                "bfloat16",
+            )
+
+        # a = exp(g_last - g) A beta, or exp(g_last - g) A (-Gamma beta gamma)
+        for i, j in T.Parallel(CHUNK, CHUNK):
+            registers.a[i, j] = T.cast(
+                T.cast(registers.a[i, j], "float32")
+                * (tiles.decay[stage, i] * tiles.value_factor[stage, j]),
+                "bfloat16",
+            )
+        T.copy(registers.a, tiles.a[stage, :, :])
+
+        # w = (-exp(g_last - g) A beta gamma) K
+        for half in DK_HALVES:
+            TC.wgmma_gemm(
+                registers.key_weights,
+                tiles.k[stage, :, half * TILE : (half + 1) * TILE],
+                registers.w[half],
+                policy=FULL_ROW,
+                clear_accum=True,
+            )
+        TC.wait_wgmma(0)
+        for half in DK_HALVES:
+            TC.warpgroup_fence_operand(registers.w[half], num_regs=ACCUMULATOR_REGISTERS)
+            T.copy(registers.w[half], tiles.w[stage, :, half * TILE : (half + 1) * TILE])
+        T.fence_proxy_async()
+        arrive_warp(barriers.prepared, stage)
+
+
+@T.macro
+def summary_producer_warp(config, place, inputs, tiles, barriers):
+    for chunk in T.serial(place.chunks):
+        stage = chunk % config.stages
+        first = place.first + chunk * CHUNK
+        T.barrier_wait(barriers.inputs_free[stage], (chunk // config.stages + 1) % 2)
+        T.tma_copy(
+            inputs.k[place.batch, first : first + CHUNK, place.head_q, 0:HEAD_DIM],
+            tiles.k[stage, :, :],
+            barrier=barriers.inputs_landed[stage],
+        )
+        T.tma_copy(
+            inputs.a[place.batch, first : first + CHUNK, place.head, 0:CHUNK],
+            tiles.a[stage, :, :],
+            barrier=barriers.inputs_landed[stage],
+        )
+        if place.is_transition:
+            T.tma_copy(
+                inputs.k[place.batch, first : first + CHUNK, place.head_q, 0:HEAD_DIM],
+                tiles.values[stage, :, :],
+                barrier=barriers.inputs_landed[stage],
+            )
+        else:
+            T.tma_copy(
+                inputs.v[place.batch, first : first + CHUNK, place.head, 0:HEAD_DIM],
+                tiles.values[stage, :, :],
+                barrier=barriers.inputs_landed[stage],
+            )
+        T.barrier_arrive(barriers.inputs_landed[stage])
+
+
+@T.macro
+def fetch_gates(place, chunk, token, inputs, gates):
+    first = place.first + chunk * CHUNK
+    gates.gate[0] = inputs.g[place.batch, first + token, place.head] * LOG2_E
+    gates.last[0] = inputs.g[place.batch, first + CHUNK - 1, place.head] * LOG2_E
+    gates.beta[0] = inputs.beta[place.batch, first + token, place.head]
+
+
+@T.macro
+def summary_gate_warps(config, place, token, inputs, tiles, barriers, gates):
+    """One thread a token: the factors of the rows and columns of A, and Gamma along the way."""
+    gates.decayed[0] = 1.0
+    fetch_gates(place, 0, token, inputs, gates)
+    for chunk in T.serial(place.chunks):
+        stage = chunk % config.stages
+        gates.key_factor[0] = -gates.beta[0] * T.exp2(gates.gate[0])
+        gates.value_factor[0] = gates.beta[0]
+        if place.is_transition:
+            gates.value_factor[0] = gates.decayed[0] * gates.key_factor[0]
+        gates.row_factor[0] = T.exp2(gates.last[0] - gates.gate[0])
+        gates.keep[0] = T.exp2(gates.last[0])
+        gates.decayed[0] = gates.decayed[0] * gates.keep[0]
+        if chunk + 1 < place.chunks:
+            fetch_gates(place, chunk + 1, token, inputs, gates)
+        T.barrier_wait(barriers.inputs_free[stage], (chunk // config.stages + 1) % 2)
+        tiles.key_factor[stage, token] = gates.key_factor[0]
+        tiles.value_factor[stage, token] = gates.value_factor[0]
+        tiles.decay[stage, token] = gates.row_factor[0]
+        if token == 0:
+            tiles.keep[stage] = gates.keep[0]
+        T.barrier_wait(barriers.inputs_landed[stage], (chunk // config.stages) % 2)
+        arrive_warp(barriers.inputs_ready, stage)
+    if place.is_transition:
+        if token == 0:
+            inputs.decays[place.segment - 1, place.batch, place.head] = gates.decayed[0]
+
+
+def summary_kernel(config: SummaryConfig):
+    """Build the summary kernel as a TileLang PrimFunc.
+
+    Arguments of the PrimFunc, with B, T, segments >= 2 and middle = max(segments - 2, 1) dynamic:
+    k [B, T, Hq, 128] bf16, v [B, T, Hv, 128] bf16, A [B, T, Hv, 64] bf16, g_cumsum, beta [B, T, Hv]
+    fp32, initial_state [B, Hv, 128, 128] fp32 (a one-element dummy unless
+    config.use_initial_state), states [segments - 1, B, Hv, 128 (dv), 128 (dk)] fp32, transitions and
+    residuals [middle, B, Hv, 128 (dv), 128 (dk)] bf16 (residuals: a one-element dummy unless
+    config.residual), decays [middle, B, Hv] fp32, chunks_per_segment int32. Segment s < segments - 1
+    must be chunks_per_segment full chunks. states[s] becomes N of segment s, and for s = 0 the state
+    at its end; transitions[s - 1] (+ residuals[s - 1]) becomes D^T and decays[s - 1] gamma_segment
+    of segment s, 0 < s < segments - 1.
+    """
+    batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
+    boundaries, middle = T.dynamic("boundaries"), T.dynamic("middle")
+    heads_q, heads_v, stages = config.heads_q, config.heads_v, config.stages
+    state_shape = (batch, heads_v, HEAD_DIM, HEAD_DIM)
+    transition_shape = (middle, *state_shape)
+    bf16, fp32 = "bfloat16", "float32"
+
+    @T.prim_func
+    def gdn_summary(
+        k: T.Tensor((batch, tokens, heads_q, HEAD_DIM), bf16),
+        v: T.Tensor((batch, tokens, heads_v, HEAD_DIM), bf16),
+        A: T.Tensor((batch, tokens, heads_v, CHUNK), bf16),
+        g_cumsum: T.Tensor((batch, tokens, heads_v), fp32),
+        beta: T.Tensor((batch, tokens, heads_v), fp32),
+        initial_state: T.Tensor(state_shape if config.use_initial_state else (1,), fp32),
+        states: T.Tensor((boundaries, *state_shape), fp32),
+        transitions: T.Tensor(transition_shape, bf16),
+        residuals: T.Tensor(transition_shape if config.residual else (1,), bf16),
+        decays: T.Tensor((middle, batch, heads_v), fp32),
+        chunks_per_segment: T.int32,
+    ):
+        with T.Kernel(heads_v, batch, 2 * boundaries - 1, threads=SUMMARY_THREADS) as (
+            head,
+            sequence,
+            part,
+        ):
+            inputs = SimpleNamespace(
+                k=k,
+                v=v,
+                a=A,
+                g=g_cumsum,
+                beta=beta,
+                initial_state=initial_state,
+                states=states,
+                transitions=transitions,
+                residuals=residuals,
+                decays=decays,
+            )
+            place = SimpleNamespace(
+                batch=sequence,
+                head=head,
+                head_q=head // (heads_v // heads_q),
+                segment=(part + 1) // 2,
+                is_transition=part % 2 == 1,
+                first=(part + 1) // 2 * chunks_per_segment * CHUNK,
+                chunks=chunks_per_segment,
+            )
+            tiles = SimpleNamespace(
+                k=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),
+                values=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),  # V, or K of a transition
+                a=T.alloc_shared((stages, CHUNK, CHUNK), bf16),
+                w=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),
+                key_factor=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),
+                value_factor=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),
+                decay=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),  # exp(g_last - g)
+                keep=T.alloc_shared((stages,), fp32, scope="shared"),  # gamma_last
+            )
+            barriers = SimpleNamespace(
+                inputs_landed=T.alloc_barrier([WARP] * stages),  # by the producer warp and its TMA
+                inputs_ready=T.alloc_barrier([GATE_WARPS] * stages),  # landed, and factors written
+                prepared=T.alloc_barrier([WARPS_PER_GROUP] * stages),  # by the preparing group
+                inputs_free=T.alloc_barrier([STATE_WARPS] * stages),  # by the state groups
+            )
+            chain = SimpleNamespace(
+                state=[T.alloc_fragment((HEAD_DIM, TILE), fp32) for _ in DK_HALVES],
+                state_bf16=[T.alloc_fragment((HEAD_DIM, TILE), bf16) for _ in DK_HALVES],
+                x=T.alloc_fragment((HEAD_DIM, CHUNK), fp32),
+                x_bf16=T.alloc_fragment((HEAD_DIM, CHUNK), bf16),
+            )
+            beside = SimpleNamespace(
+                a=T.alloc_fragment((CHUNK, CHUNK), bf16),
+                key_weights=T.alloc_fragment((CHUNK, CHUNK), bf16),
+                w=[T.alloc_fragment((CHUNK, TILE), fp32) for _ in DK_HALVES],
+            )
+            gates = SimpleNamespace(
+                **{
+                    name: T.alloc_local((1,), fp32)
+                    for name in (
+                        "gate",
+                        "last",
+                        "beta",
+                        "key_factor",
+                        "value_factor",
+                        "row_factor",
+                        "keep",
+                        "decayed",
+                    )
+                }
+            )
+            thread = T.get_thread_binding()
+
+            if thread < PREPARE_START:
+                T.set_max_nreg(config.registers[0], 1)
+                summary_state_role(config, place, inputs, tiles, barriers, chain)
+            elif thread < PRODUCER_START:
+                T.set_max_nreg(config.registers[1], 0)
+                prepare_role(config, place, tiles, barriers, beside)
+            else:
+                T.set_max_nreg(config.registers[2], 0)
+                if thread < PRODUCER_START + WARP:
+                    summary_producer_warp(config, place, inputs, tiles, barriers)
+                elif thread >= GATE_START:
+                    summary_gate_warps(
+                        config, place, thread - GATE_START, inputs, tiles, barriers, gates
+                    )
+
+    return gdn_summary
+
+
+# --- scan kernel
+SCAN_PRODUCER_START = WARP_GROUP
+SCAN_THREADS = SCAN_PRODUCER_START + WARP
+
+
+@dataclass(frozen=True)
+class ScanConfig:
+    """What one compiled scan kernel is specialised on; batch and segments are run-time arguments.
+
+    products: bf16 products that make D S. 1 = D S; 2 = D (S + S'); 3 = D (S + S') + D' S, where
+    S' and D' are what bf16 loses of S and D. stages: steps of input in flight, None = as many as
+    fit.
+    """
+
+    heads_v: int
+    products: int = 3
+    stages: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.heads_v < 1:
+            raise ValueError(f"heads_v={self.heads_v} must be at least 1")
+        if self.products not in (1, 2, 3):
+            raise ValueError(f"products={self.products} must be 1, 2 or 3")
+        if self.stages is None:
+            object.__setattr__(self, "stages", 2 if self.residual else 3)
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2")
+
+    @property
+    def residual(self) -> bool:
+        """Is what bf16 loses of D an input?"""
+        return self.products == 3
+
+    @property
+    def name(self) -> str:
+        """A readable name of the specialisation, unique among the shipped ones."""
+        return f"scan_hv{self.heads_v}_products{self.products}"
+
+
+@T.macro
+def scan_role(config, place, inputs, tiles, barriers, registers):
+    """S^T = gamma_segment S^T + N^T + S^T D^T, segment after segment."""
+    for i, j in T.Parallel(TILE, HEAD_DIM):
+        registers.state[i, j] = inputs.states[0, place.batch, place.head, place.dv + i, j]
+    registers.decay[0] = inputs.decays[0, place.batch, place.head]
+    for step in T.serial(place.steps):
+        stage = step % config.stages
+        T.copy(registers.state, registers.state_bf16)
+        if config.products > 1:
+            for i, j in T.Parallel(TILE, HEAD_DIM):
+                registers.lost_bf16[i, j] = T.cast(
+                    registers.state[i, j] - T.cast(registers.state_bf16[i, j], "float32"),
+                    "bfloat16",
+                )
+        for i, j in T.Parallel(TILE, HEAD_DIM):
+            registers.state[i, j] *= registers.decay[0]
+        T.barrier_wait(barriers.inputs_landed[stage], (step // config.stages) % 2)
+        for i, j in T.Parallel(TILE, HEAD_DIM):
+            registers.state[i, j] += tiles.local[stage, i, j]
+
+        # S^T += S^T D^T
+        TC.wgmma_gemm(
+            registers.state_bf16, tiles.transition[stage, :, :], registers.state, policy=FULL_ROW
+        )
+        if config.products > 1:
+            TC.wgmma_gemm(
+                registers.lost_bf16,
+                tiles.transition[stage, :, :],
+                registers.state,
+                policy=FULL_ROW,
+            )
+        if config.residual:
+            TC.wgmma_gemm(
+                registers.state_bf16, tiles.residual[stage, :, :], registers.state, policy=FULL_ROW
+            )
+        if step + 1 < place.steps:
+            registers.decay[0] = inputs.decays[step + 1, place.batch, place.head]
+        TC.wait_wgmma(0)
+        TC.warpgroup_fence_operand(registers.state, num_regs=2 * ACCUMULATOR_REGISTERS)
+        arrive_warp(barriers.inputs_free, stage)
+        for i, j in T.Parallel(TILE, HEAD_DIM):
+            inputs.states[step + 1, place.batch, place.head, place.dv + i, j] = registers.state[
+                i, j
+            ]
+
+
+@T.macro
+def scan_producer_warp(config, place, inputs, tiles, barriers):
+    for step in T.serial(place.steps):
+        stage = step % config.stages
+        T.barrier_wait(barriers.inputs_free[stage], (step // config.stages + 1) % 2)
+        T.tma_copy(
+            inputs.states[
+                step + 1, place.batch, place.head, place.dv : place.dv + TILE, 0:HEAD_DIM
+            ],
+            tiles.local[stage, :, :],
+            barrier=barriers.inputs_landed[stage],
+        )
+        T.tma_copy(
+            inputs.transitions[step, place.batch, place.head, 0:HEAD_DIM, 0:HEAD_DIM],
+            tiles.transition[stage, :, :],
+            barrier=barriers.inputs_landed[stage],
+        )
+        if config.residual:
+            T.tma_copy(
+                inputs.residuals[step, place.batch, place.head, 0:HEAD_DIM, 0:HEAD_DIM],
+                tiles.residual[stage, :, :],
+                barrier=barriers.inputs_landed[stage],
+            )
+        T.barrier_arrive(barriers.inputs_landed[stage])
+
+
+def scan_kernel(config: ScanConfig):
+    """Build the scan kernel as a TileLang PrimFunc.
+
+    Arguments of the PrimFunc, as the summary kernel leaves them: states [segments - 1, B, Hv, 128,
+    128] fp32, transitions, residuals [middle, B, Hv, 128, 128] bf16 (residuals: a one-element dummy
+    unless config.residual), decays [middle, B, Hv] fp32. On return states[s] is the state at the end
+    of segment s. With two segments there is nothing to scan and nothing changes.
+    """
+    batch = T.dynamic("batch")
+    boundaries, middle = T.dynamic("boundaries"), T.dynamic("middle")
+    heads_v, stages = config.heads_v, config.stages
+    transition_shape = (middle, batch, heads_v, HEAD_DIM, HEAD_DIM)
+    bf16, fp32 = "bfloat16", "float32"
+
+    @T.prim_func
+    def gdn_scan(
+        states: T.Tensor((boundaries, batch, heads_v, HEAD_DIM, HEAD_DIM), fp32),
+        transitions: T.Tensor(transition_shape, bf16),
+        residuals: T.Tensor(transition_shape if config.residual else (1,), bf16),
+        decays: T.Tensor((middle, batch, heads_v), fp32),
+    ):
+        with T.Kernel(HEAD_DIM // TILE, heads_v, batch, threads=SCAN_THREADS) as (
+            tile,
+            head,
+            sequence,
+        ):
+            inputs = SimpleNamespace(
+                states=states, transitions=transitions, residuals=residuals, decays=decays
+            )
+            place = SimpleNamespace(batch=sequence, head=head, dv=tile * TILE, steps=boundaries - 1)
+            tiles = SimpleNamespace(
+                local=T.alloc_shared((stages, TILE, HEAD_DIM), fp32),
+                transition=T.alloc_shared((stages, HEAD_DIM, HEAD_DIM), bf16),
+                residual=T.alloc_shared((stages, HEAD_DIM, HEAD_DIM), bf16)
+                if config.residual
+                else None,
+            )
+            barriers = SimpleNamespace(
+                inputs_landed=T.alloc_barrier([WARP] * stages),  # by the producer warp and its TMA
+                inputs_free=T.alloc_barrier([WARPS_PER_GROUP] * stages),  # by the scanning group
+            )
+            registers = SimpleNamespace(
+                state=T.alloc_fragment((TILE, HEAD_DIM), fp32),
+                state_bf16=T.alloc_fragment((TILE, HEAD_DIM), bf16),
+                lost_bf16=T.alloc_fragment((TILE, HEAD_DIM), bf16),
+                decay=T.alloc_local((1,), fp32),
+            )
+            T.annotate_layout({tiles.local: make_full_bank_swizzled_layout(tiles.local)})
+            thread = T.get_thread_binding()
+
+            if thread < SCAN_PRODUCER_START:
+                scan_role(config, place, inputs, tiles, barriers, registers)
+            else:
+                scan_producer_warp(config, place, inputs, tiles, barriers)
+
+    return gdn_scan
+
+
+# --- segmented four-group forward kernel
+@dataclass(frozen=True)
+class SegmentTokens:
+    """A tensor [B, T, ...] whose tokens are counted from the first of a segment."""
+
+    tensor: object
+    first: object
+
+    def __getitem__(self, index):
+        sequence, token, *rest = index
+        if isinstance(token, slice):
+            token = slice(self.first + token.start, self.first + token.stop)
+        else:
+            token = self.first + token
+        return self.tensor[(sequence, token, *rest)]
+
+
+@T.macro
+def segment_state_role(config, place, inputs, tiles, barriers):
+    """The state role of the forward kernel, from and to the ends of a segment."""
+    dv = config.block_dv
+    state_fragment = T.alloc_fragment((HEAD_DIM, dv), "float32")
+    if place.segment > 0:
+        for i, j in T.Parallel(HEAD_DIM, dv):
+            state_fragment[i, j] = inputs.states[
+                place.segment - 1, place.batch, place.head, place.dv + j, i
+            ]
+    else:
+        if config.use_initial_state:
+            T.copy(
+                inputs.initial_state[place.batch, place.head, 0:HEAD_DIM, place.dv : place.dv + dv],
+                state_fragment,
+            )
+        else:
+            T.clear(state_fragment)
+    for chunk in T.serial(place.chunks):
+        stage = chunk % config.stages
+        T.barrier_wait(barriers.state_consumed, (chunk + 1) % 2)
+        T.copy(state_fragment, tiles.state)
+        T.fence_proxy_async()
+        T.barrier_arrive(barriers.state_ready)
+
+        # S = gamma_last S
+        T.barrier_wait(barriers.inputs_ready[stage], (chunk // config.stages) % 2)
+        for i, j in T.Parallel(HEAD_DIM, dv):
+            state_fragment[i, j] *= tiles.gamma[stage, CHUNK - 1]
+
+        # S += K^T (exp(g_last - g) V_new)
+        T.barrier_wait(barriers.decayed_ready, chunk % 2)
+        T.gemm(tiles.k[stage, :, :], tiles.decayed, state_fragment, transpose_A=True)
+        T.barrier_arrive(barriers.inputs_free[stage])
+    if config.store_final_state:
+        if place.segment == place.segments - 1:
+            T.copy(
+                state_fragment,
+                inputs.final_state[place.batch, place.head, 0:HEAD_DIM, place.dv : place.dv + dv],
+            )
+
+
+def segment_forward_kernel(config: forward.ForwardConfig):
+    """Build the forward kernel over segments as a TileLang PrimFunc.
+
+    Its arguments are those of forward_kernel with two more after initial_state, states [segments -
+    1, B, Hv, 128 (dv), 128 (dk)] fp32 as the scan leaves it, and at the end chunks_per_segment
+    int32, of which the last segment has what remains, at least one. B, T and segments >= 2 are
+    dynamic.
+    """
+    batch, tokens, boundaries = T.dynamic("batch"), T.dynamic("tokens"), T.dynamic("boundaries")
+    heads_q, heads_v, dv = config.heads_q, config.heads_v, config.block_dv
+    slices = HEAD_DIM // dv
+    state_shape = (batch, heads_v, HEAD_DIM, HEAD_DIM)
+    bf16, fp32 = "bfloat16", "float32"
+
+    @T.prim_func
+    def gdn_segment_forward(
+        q: T.Tensor((batch, tokens, heads_q, HEAD_DIM), bf16),
+        k: T.Tensor((batch, tokens, heads_q, HEAD_DIM), bf16),
+        v: T.Tensor((batch, tokens, heads_v, HEAD_DIM), bf16),
+        g_cumsum: T.Tensor((batch, tokens, heads_v), fp32),
+        beta: T.Tensor((batch, tokens, heads_v), fp32),
+        A: T.Tensor((batch, tokens, heads_v, CHUNK), bf16),
+        initial_state: T.Tensor(state_shape if config.use_initial_state else (1,), fp32),
+        states: T.Tensor((boundaries, *state_shape), fp32),
+        output: T.Tensor((batch, tokens, heads_v, HEAD_DIM), bf16),
+        final_state: T.Tensor(state_shape if config.store_final_state else (1,), fp32),
+        scale: T.float32,
+        chunks_per_segment: T.int32,
+    ):
+        with T.Kernel(slices * heads_v, batch, boundaries + 1, threads=forward.THREADS) as (
+            tile,
+            sequence,
+            segment,
+        ):
+            first = segment * chunks_per_segment * CHUNK
+            inputs = SimpleNamespace(
+                q=SegmentTokens(q, first),
+                k=SegmentTokens(k, first),
+                v=SegmentTokens(v, first),
+                g=SegmentTokens(g_cumsum, first),
+                beta=SegmentTokens(beta, first),
+                a=SegmentTokens(A, first),
+                output=SegmentTokens(output, first),
+                initial_state=initial_state,
+                states=states,
+                final_state=final_state,
+            )
+            place = SimpleNamespace(
+                batch=sequence,
+                head=tile // slices,
+                head_q=tile // slices // (heads_v // heads_q),
+                dv=tile % slices * dv,
+                segment=segment,
+                segments=boundaries + 1,
+                tokens=tokens - first,
+                chunks=T.min(chunks_per_segment, T.ceildiv(tokens - first, CHUNK)),
+            )
+            tiles = SimpleNamespace(
+                q=T.alloc_shared((config.stages, CHUNK, HEAD_DIM), bf16),
+                k=T.alloc_shared((config.stages, CHUNK, HEAD_DIM), bf16),
+                v=T.alloc_shared((config.stages, CHUNK, dv), bf16),
+                a=T.alloc_shared((config.stages, CHUNK, CHUNK), bf16),
+                beta=T.alloc_shared((config.stages, CHUNK), fp32, scope="shared"),
+                gate=T.alloc_shared((config.stages, CHUNK), fp32, scope="shared"),
+                gamma=T.alloc_shared((config.stages, CHUNK), fp32, scope="shared"),
+                decay=T.alloc_shared((config.stages, CHUNK), fp32, scope="shared"),
+                state=T.alloc_shared((HEAD_DIM, dv), bf16),
+                v_new=T.alloc_shared((CHUNK, dv), bf16),
+                decayed=T.alloc_shared((CHUNK, dv), bf16),
+                scores=T.alloc_shared((CHUNK, CHUNK), bf16),
+                output=T.alloc_shared((CHUNK, dv), bf16),
+            )
+            barriers = SimpleNamespace(
+                inputs_ready=T.alloc_barrier([forward.LOADERS] * config.stages),
+                inputs_free=T.alloc_barrier([forward.CONSUMERS] * config.stages),
+                state_ready=T.alloc_barrier(WARP_GROUP),  # by the state group
+                state_consumed=T.alloc_barrier(2 * WARP_GROUP),  # by the V and O groups
+                decayed_ready=T.alloc_barrier(WARP_GROUP),  # by the V group
+                v_new_ready=T.alloc_barrier(WARP_GROUP),  # by the V group
+                v_new_consumed=T.alloc_barrier(WARP_GROUP),  # by the O group
+                output_ready=T.alloc_barrier(WARP_GROUP),  # by the O group
+                output_stored=T.alloc_barrier(WARP),  # by the store warp
+            )
+            T.annotate_layout({tiles.output: make_swizzled_layout(tiles.output)})
+            thread = T.get_thread_binding()
+
+            if thread < forward.V_START:
+                T.set_max_nreg(config.registers[0], 1)
+                segment_state_role(config, place, inputs, tiles, barriers)
+            elif thread < forward.O_START:
+                T.set_max_nreg(config.registers[1], 1)
+                forward.v_role(config, place, tiles, barriers)
+            elif thread < forward.QK_START:
+                T.set_max_nreg(config.registers[2], 1)
+                forward.o_role(config, place, scale, tiles, barriers)
+            else:
+                T.set_max_nreg(config.registers[3], 0)
+                if thread < forward.V_BETA_START:
+                    forward.load_qk_warp(config, place, inputs, tiles, barriers)
+                elif thread < forward.A_GATE_START:
+                    forward.load_v_beta_warp(config, place, inputs, tiles, barriers)
+                elif thread < forward.STORE_START:
+                    forward.load_a_gate_warp(config, place, inputs, tiles, barriers)
+                else:
+                    forward.store_warp(config, place, inputs, tiles, barriers)
+
+    return gdn_segment_forward
