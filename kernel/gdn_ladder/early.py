@@ -208,7 +208,7 @@ def correct_v(config, tiles, barriers, chunk, v_new_fragment):
 
 @T.macro
 def compute(config, place, inputs, tiles, barriers):
-    """The computing threads: all seven GEMMs of a chunk, one after the other."""
+    """The computing threads: every GEMM of a chunk, one after the other."""
     dv = config.block_dv
     state_columns = slice(place.dv, place.dv + dv)
     state_fragment = T.alloc_fragment((HEAD_DIM, dv), FP32)
