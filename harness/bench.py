@@ -3,8 +3,8 @@
     python -m harness.bench                          oj and graph, into results/<device>/bench.csv
     python -m harness.bench --protocol cold --name cold --case long_low_gva
 
-One dense line a case, scope and implementation: time, spread, TFLOP/s, share of the floor, paired
-ratio to this package; then the geometric means.
+One dense line a case, scope and implementation: time, spread, host overhead (oj minus graph),
+TFLOP/s, share of the floor, paired ratio to this package; then the geometric means.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from .timing import REPETITIONS, WARMUP, Plan, Protocol, paired_ratio
 
 TIMEOUT_S = 1800.0
 HEADER = ("CASE", "SCOPE", "PROTOCOL", "IMPLEMENTATION", "RESULT", "MEDIAN(ms)", "P20", "P80")
-HEADER += ("TFLOP/s", "FLOOR", "OVER OURS")
+HEADER += ("HOST(us)", "TFLOP/s", "FLOOR", "OVER OURS")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +86,8 @@ def report(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> str:
         if outcome.sample and ours is not None and ours is not outcome:
             ratio = paired_ratio(outcome.sample, ours.sample)
             ratios.setdefault((outcome.scope, outcome.protocol, _label(outcome)), []).append(ratio)
-        rows.append(_cells(by_name[outcome.case], outcome, ratio))
+        host = _host_us(outcome, outcomes)
+        rows.append(_cells(by_name[outcome.case], outcome, host, ratio))
     summary = render(
         ("GEOMETRIC MEAN", "PROTOCOL", "IMPLEMENTATION", "CASES", "OVER OURS"),
         [(*key, len(values), fixed(geometric_mean(values), 3)) for key, values in ratios.items()],
@@ -102,11 +103,25 @@ def _ours_beside(outcome: Outcome, outcomes: Sequence[Outcome]) -> Outcome | Non
     return None
 
 
+def _host_us(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
+    """What a call takes beyond its kernels: its oj time less the same call's graph time."""
+    if outcome.protocol != Protocol.OJ.value or outcome.sample is None:
+        return None
+    key = (outcome.case, outcome.scope, _label(outcome))
+    for other in outcomes:
+        same = (other.case, other.scope, _label(other)) == key
+        if same and other.protocol == Protocol.GRAPH.value and other.sample:
+            return 1e3 * (outcome.sample.median_ms - other.sample.median_ms)
+    return None
+
+
 def _label(outcome: Outcome) -> str:
     return f"{outcome.implementation} {outcome.version}"
 
 
-def _cells(case: Case, outcome: Outcome, ratio: float | None) -> tuple[object, ...]:
+def _cells(
+    case: Case, outcome: Outcome, host: float | None, ratio: float | None
+) -> tuple[object, ...]:
     sample = outcome.sample
     rate = share = None
     if sample:
@@ -125,6 +140,7 @@ def _cells(case: Case, outcome: Outcome, ratio: float | None) -> tuple[object, .
         fixed(sample.median_ms if sample else None, 6),
         fixed(sample.p20_ms if sample else None, 6),
         fixed(sample.p80_ms if sample else None, 6),
+        fixed(host, 1),
         fixed(rate, 1),
         None if share is None else f"{100 * share:.1f}%",
         fixed(ratio, 3),

@@ -42,7 +42,7 @@ PASSED = Verdict(Status.PASS)
 
 @dataclass(frozen=True)
 class Expected:
-    """Name, shape and dtype that a result must have, and its float64 values."""
+    """Name, shape and dtype that a result must have."""
 
     name: str
     shape: tuple[int, ...]

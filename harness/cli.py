@@ -59,9 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(options, cases, subject, plan)
 
 
-def _run(
-    options: argparse.Namespace, cases: list[Case], subject: Subject, plan: Plan
-) -> int:
+def _run(options: argparse.Namespace, cases: list[Case], subject: Subject, plan: Plan) -> int:
     device = pick_device()
     untimed = why_untimed(device)
     if untimed:
@@ -226,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         "--impl",
         default=OURS,
         metavar="NAME|FILE",
-        help=f"{', '.join(_names())}, package.module:NAME, or a submission file that defines"
+        help=f"{', '.join(names())}, package.module:NAME, or a submission file that defines"
         " gdn_prefill_forward (default: %(default)s)",
     )
     what.add_argument(
@@ -235,9 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--backend", choices=BACKENDS, default="auto")
     what.add_argument("--scope", choices=SCOPES, default=CORE)
     how = parser.add_argument_group("how to time it")
-    how.add_argument(
-        "--protocol", choices=[p.value for p in Protocol], default=Protocol.OJ.value
-    )
+    how.add_argument("--protocol", choices=[p.value for p in Protocol], default=Protocol.OJ.value)
     how.add_argument("--warmup", type=int, default=WARMUP, metavar="N")
     how.add_argument("--repetitions", type=int, default=REPETITIONS, metavar="N")
     how.add_argument(
@@ -257,10 +253,3 @@ def _parser() -> argparse.ArgumentParser:
         help="time the public implementations that are installed, in turn with the student",
     )
     return parser
-
-
-def _names() -> Sequence[str]:
-    try:
-        return names()
-    except ImportError:
-        return (OURS,)

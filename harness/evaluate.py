@@ -35,6 +35,8 @@ from .timing import (
     make_timer,
 )
 
+NOT_CAPTURED = "no CUDA graph"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -145,9 +147,7 @@ def _checked_call(call: Call, problem: Problem) -> Verdict:
     poison_pool(problem.case, problem.device)
     result = call()
     _synchronize(problem.device)
-    verdict = check_result(
-        problem.case, result, problem.expected_output, problem.expected_state
-    )
+    verdict = check_result(problem.case, result, problem.expected_output, problem.expected_state)
     if verdict.passed:
         verdict = check_unmodified(inputs, clones)
     poison(result)
@@ -166,15 +166,26 @@ def _measure(candidates: list[_Candidate], plan: Plan, problem: Problem) -> None
             calls[name] = _timed_call(candidate.call, plan.protocol, problem)
             by_name[name] = candidate
         except NotCapturableError as error:
-            candidate.failures[plan.protocol] = Verdict(Status.ERROR, f"no CUDA graph: {error}")
+            candidate.failures[plan.protocol] = Verdict(Status.ERROR, f"{NOT_CAPTURED}: {error}")
         except _WrongReplayError as error:
             candidate.failures[plan.protocol] = error.verdict
     if why_untimed(device):
         launch_untimed(calls, plan, device)
         return
+    compiled = {name: _compiles(candidate) for name, candidate in by_name.items()}
     samples = interleave(calls, plan, make_timer(device, plan.protocol), device)
-    for name, sample in samples.items():
-        by_name[name].samples[plan.protocol] = sample
+    for name, candidate in by_name.items():
+        candidate.samples[plan.protocol] = samples[name]
+        if _compiles(candidate) != compiled[name]:
+            candidate.failures[plan.protocol] = Verdict(
+                Status.SUSPECT, "it compiled kernels while it was timed"
+            )
+
+
+def _compiles(candidate: _Candidate) -> int | None:
+    """How many kernels the implementation has compiled, where it keeps count."""
+    count = getattr(candidate.implementation, "compiles", None)
+    return count() if count else None
 
 
 class _WrongReplayError(Exception):

@@ -17,9 +17,7 @@ def core_bytes(case: Case) -> int:
     """q, k, v, g_cumsum, beta, A and the initial state read, output and final state written."""
     tokens = case.B * case.T
     return (
-        _sequence_bytes(case)
-        + tokens * case.Hv * (2 * FP32 + CHUNK * BF16)
-        + _states(case) * FP32
+        _sequence_bytes(case) + tokens * case.Hv * (2 * FP32 + CHUNK * BF16) + _states(case) * FP32
     )
 
 

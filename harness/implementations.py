@@ -34,7 +34,8 @@ Call = Callable[[], tuple[Tensor, Tensor]]
 class Implementation(Protocol):
     """Something that computes the operator.
 
-    name, version and backend end up in the recorded rows; scopes lists what bind() accepts.
+    name and version end up in the recorded rows; scopes lists what bind() accepts. One that keeps
+    count of its compiled kernels may have compiles() -> int: the count must not move while timed.
     """
 
     name: str
@@ -73,6 +74,11 @@ class Ours:
         if self.backend == "cuda" and not torch.cuda.is_available():
             return "backend 'cuda' needs a GPU, and torch sees none"
         return None
+
+    def compiles(self) -> int:
+        from gdn_prefill import cache_info
+
+        return cache_info().compiles
 
     def bind(self, problem: Problem, scope: str) -> Call:
         from gdn_prefill import gdn_prefill_forward, prepare

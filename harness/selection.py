@@ -43,15 +43,11 @@ class Subject:
     def check(self, scope: str) -> None:
         """Raises ValueError, before anything runs, for what cannot be graded."""
         if self.backend not in BACKENDS:
-            raise ValueError(
-                f"backend is {self.backend!r}, must be one of {', '.join(BACKENDS)}"
-            )
+            raise ValueError(f"backend is {self.backend!r}, must be one of {', '.join(BACKENDS)}")
         if self.submission is None:
             scopes = self.implementation().scopes
             if scope not in scopes:
-                raise ValueError(
-                    f"scope is {scope!r}, {self.name} has {', '.join(scopes)}"
-                )
+                raise ValueError(f"scope is {scope!r}, {self.name} has {', '.join(scopes)}")
         elif not self.submission.is_file():
             raise ValueError(f"submission {self.submission} does not exist")
         elif scope != CORE or self.version:
@@ -95,6 +91,4 @@ def available_peers() -> tuple[list[Implementation], list[str]]:
 
 def peer_entries(present: Sequence[Implementation]) -> list[Entry]:
     """Every peer in every scope it has, core first."""
-    return [
-        Entry(peer.name, scope) for scope in SCOPES for peer in present if scope in peer.scopes
-    ]
+    return [Entry(peer.name, scope) for scope in SCOPES for peer in present if scope in peer.scopes]

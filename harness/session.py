@@ -1,6 +1,6 @@
 """Runs a subject over cases, isolated: a child for trusted code, one a case for submissions."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,9 +51,7 @@ class Session:
             return self._worker.compare(
                 case, entries, self.plans, self.seed, self.backend, self.device.type == "cpu"
             )
-        return evaluate.compare(
-            case, entries, self.plans, self.device, self.seed, self.backend
-        )
+        return evaluate.compare(case, entries, self.plans, self.device, self.seed, self.backend)
 
     def grade(
         self, case: Case, subject: Subject, scope: str = CORE, beside: Sequence[Entry] = ()
@@ -79,9 +77,3 @@ class Session:
             for plan in self.plans
         ]
         return judged, self.compare(case, beside)
-
-
-def by_plan(outcomes: Sequence[Outcome], plans: Sequence[Plan]) -> Iterator[list[Outcome]]:
-    """The outcomes entry by entry, each a list with one outcome a plan."""
-    for start in range(0, len(outcomes), len(plans)):
-        yield list(outcomes[start : start + len(plans)])

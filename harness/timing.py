@@ -25,8 +25,8 @@ Call = Callable[[], object]
 
 WARMUP = 10
 REPETITIONS = 100
-# Long enough to queue an event, a replay and an event behind it: about 25 us at 1.98 GHz.
-SPIN_CYCLES = 50_000
+# Long enough to queue an event, a replay and an event behind it: about 100 us at 1.98 GHz.
+SPIN_CYCLES = 200_000
 # The flush writes this many times the L2.
 FLUSH_RATIO = 4
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from cases import SEED, Case
 
 from .check import Status
-from .evaluate import Entry, Outcome
+from .evaluate import NOT_CAPTURED, Entry, Outcome
 from .implementations import get
 from .timing import Plan, Protocol
 
@@ -68,7 +68,7 @@ class Worker:
             "cpu": cpu,
         }
         answer = self._ask(job)
-        spoiled = answer.get("unusable") and len(entries) > 1
+        spoiled = answer.get("spoiled") and len(entries) > 1
         if "outcomes" in answer and not spoiled:
             return [Outcome.from_json(outcome) for outcome in answer["outcomes"]]
         if len(entries) > 1:
@@ -116,7 +116,7 @@ class Worker:
             self.close()
             return {"status": Status.ERROR.value, "reason": describe_exit(code)}
         answer = json.loads(line)
-        if answer.get("unusable"):
+        if answer.get("spoiled") or answer.get("stale"):
             self.close()
         return answer
 
@@ -172,7 +172,13 @@ def _answer(job: dict) -> dict:
         job["seed"],
         job["backend"],
     )
-    return {"outcomes": [o.to_json() for o in outcomes], "unusable": not _gpu_answers(device)}
+    # A capture that failed may leave allocator and generator state behind; the results are good.
+    stale = any(outcome.reason.startswith(NOT_CAPTURED) for outcome in outcomes)
+    return {
+        "outcomes": [outcome.to_json() for outcome in outcomes],
+        "spoiled": not _gpu_answers(device),
+        "stale": stale,
+    }
 
 
 def _gpu_answers(device) -> bool:
@@ -197,7 +203,7 @@ def main() -> None:
             answer = _answer(json.loads(line))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            answer = {"status": Status.ERROR.value, "reason": reason, "unusable": True}
+            answer = {"status": Status.ERROR.value, "reason": reason, "spoiled": True}
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -13,6 +13,8 @@ from harness.timing import Plan, Protocol
 
 SUBMISSIONS = Path(__file__).parent / "submissions"
 TINY = Case("tiny", 1, 193, 2, 4, True, "mixed")
+# Takes a CPU so long that being preempted now and then does not hide a kept result.
+SLOW = Case("slow", 1, 700, 2, 8, True, "mixed")
 # Large enough for the kernel to take longer than a checksum of its inputs.
 SMALL = Case("small", 1, 8192, 4, 8, True, "mixed")
 PLAN = Plan(warmup=10, repetitions=12)
@@ -36,6 +38,7 @@ EXPECTED = {
     "patched_checker": (WRONG, "output"),
     "precomputed_outside": ((WRONG, SUSPECT), ""),
 }
+HONEST = ("honest", "honest_cached")
 GPU_ONLY = {"side_stream": (SUSPECT, "the device worked on")}
 
 
@@ -48,20 +51,22 @@ def assert_rejected(outcome, expected):
 
 def test_every_submission_has_an_expectation():
     files = {path.stem for path in SUBMISSIONS.glob("*.py")}
-    assert files == {*EXPECTED, *GPU_ONLY, "honest", "fakes"}
+    assert files == {*EXPECTED, *GPU_ONLY, *HONEST, "fakes"}
     assert len(EXPECTED) >= 8
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_rejected_on_a_cpu(name):
-    outcome = judge(SUBMISSIONS / f"{name}.py", TINY, PLAN, CPU, backend="torch", timeout_s=300)
+    case = SLOW if name in ("cached_by_content", "patched_harness") else TINY
+    outcome = judge(SUBMISSIONS / f"{name}.py", case, PLAN, CPU, backend="torch", timeout_s=300)
     assert_rejected(outcome, EXPECTED[name])
 
 
-def test_honest_passes_on_a_cpu():
-    outcome = judge(SUBMISSIONS / "honest.py", TINY, PLAN, CPU, backend="torch", timeout_s=300)
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_passes_on_a_cpu(name):
+    outcome = judge(SUBMISSIONS / f"{name}.py", TINY, PLAN, CPU, backend="torch", timeout_s=300)
     assert (outcome.status, outcome.reason, outcome.times_ms) == (Status.PASS, "", ())
-    assert (outcome.implementation, outcome.version) == ("honest", "submission")
+    assert (outcome.implementation, outcome.version) == (name, "submission")
 
 
 def submit(tmp_path, body, timeout_s=300.0):
@@ -162,8 +167,9 @@ def test_rejected_on_a_gpu(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("protocol", list(Protocol))
-def test_honest_passes_on_a_gpu(protocol):
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_passes_on_a_gpu(name, protocol):
     plan = Plan(protocol, 10, 30)
-    outcome = judge(SUBMISSIONS / "honest.py", SMALL, plan, torch.device("cuda:0"))
+    outcome = judge(SUBMISSIONS / f"{name}.py", SMALL, plan, torch.device("cuda:0"))
     assert (outcome.status, outcome.reason) == (Status.PASS, "")
     assert len(outcome.times_ms) == 30

@@ -3,10 +3,12 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import Baseline, Case
+from harness import score
 from harness.check import Status
 from harness.evaluate import Outcome
 from harness.results import Row
@@ -51,10 +53,10 @@ def test_faster_is_never_worse(p60, one, other):
 
 @given(P60, SPEED)
 def test_between_the_marks(p60, p):
-    score = points(p, p60)
-    assert 0 < score <= 120
+    found = points(p, p60)
+    assert 0 < found <= 120
     if p60 < p < 1:
-        assert 60 <= score <= 100
+        assert 60 <= found <= 100
 
 
 def test_the_exponential_part_by_hand():
@@ -168,7 +170,9 @@ def test_standings_of_a_run_name_the_subject():
 
 
 def row(implementation, date, time, protocol="oj"):
-    return Row("d", date, "r", implementation, "1", CORE, protocol, "a", "PASS", time, time, time, 1)
+    return Row(
+        "d", date, "r", implementation, "1", CORE, protocol, "a", "PASS", time, time, time, 1
+    )
 
 
 def test_recorded_standings_take_the_latest_oj_row_and_no_variant_of_ours():
@@ -190,3 +194,17 @@ def test_recorded_standings_take_the_latest_oj_row_and_no_variant_of_ours():
 def test_recorded_rows_of_no_device_are_all_missing(capsys):
     assert main(["--recorded", "no-such-device"]) == 1
     assert "ERROR" in capsys.readouterr().out
+
+
+def test_without_a_gpu_the_sheet_has_results_and_no_scores(capsys, monkeypatch):
+    monkeypatch.setattr(score, "pick_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(score, "load_cases", lambda: [case("a")])
+    monkeypatch.setattr(score, "select_cases", lambda hidden_seed: [case("hidden_a", "a")])
+    assert main(["--backend", "torch", "--hidden", "5"]) == 0
+    printed = capsys.readouterr()
+    assert [line.split() for line in printed.out.splitlines()[1:3]] == [
+        ["a", "PASS"],
+        ["hidden_a", "PASS"],
+    ]
+    assert "nothing is timed, so nothing is scored: no GPU" in printed.err
+    assert "hidden cases of seed 5" in printed.err
