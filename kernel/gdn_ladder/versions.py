@@ -106,7 +106,7 @@ VERSIONS: tuple[Version, ...] = (
     ),
     Version(
         "v4",
-        idea="FlashQLA's convention: the kernel multiplies gate and beta into A; given the course's A",
+        idea="FlashQLA's convention, gate and beta multiplied into A by the kernel; the course's A",
         lesson="compiles and is wrong: largest output error about 7e-3",
         family=FOUR_GROUP,
         settings={"block_dv": gva_aware, "a_holds_gate": False},
