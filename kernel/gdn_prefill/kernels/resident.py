@@ -1,27 +1,30 @@
-"""The register-resident forward kernel: the transposed state never leaves the registers of its warp group.
+"""The register-resident forward kernel: the transposed state never leaves its group's registers.
 
-One CTA owns block_dv columns of one head's state and walks its chunks of C = 64 tokens in order. The state is held
-as S^T [block_dv, dk], an FP32 accumulator; the register layout of an accumulator is that of a WGMMA A operand, so a
-cast to bf16 is all that lies between two products of the serial chain (gamma = exp(g), g the cumulative log decay):
+One CTA owns block_dv columns of one head's state and walks its chunks of C = 64 tokens in order.
+The state is held as S^T [block_dv, dk], an FP32 accumulator; the register layout of an accumulator
+is that of a WGMMA A operand, so a cast to bf16 is all that lies between two products of the serial
+chain (gamma = exp(g), g the cumulative log decay):
 
-    U'^T    = S^T K^T                                state group
-    W'^T    = beta V^T - (beta gamma) U'^T           state group
-    V_new^T = W'^T A^T                               state group
-    S^T     = gamma_last S^T + (exp(g_last - g) V_new^T) K
-    O^T     = scale gamma (S^T Q^T) + V_new^T P^T    output group, P = scale tril(exp(g_i - g_j)) * (Q K^T)
+    U'^T    = S^T K^T                                             state group
+    W'^T    = beta V^T - (beta gamma) U'^T                        state group
+    V_new^T = W'^T A^T                                            state group
+    S^T     = gamma_last S^T + (exp(g_last - g) V_new^T) K        state group
+    O^T     = scale gamma (S^T Q^T) + V_new^T P^T                 output group
+    P       = scale tril(exp(g_i - g_j)) * (Q K^T)                output group
 
-Roles of the threads: block_dv / 64 state warp groups, one output warp group (scores and output), and a service warp
-group of one producer warp (TMA loads), one writer warp (TMA stores) and two gate warps (factors made of g and beta).
-The state group hands bf16 S^T and V_new^T to the output group as a dump of its registers: thread t of the output group
-reads back what thread t of the state group wrote, so neither side needs a proxy fence, and the output group is never
-on the chain as long as it takes less time for a chunk than the chain does.
+Roles of the threads: block_dv / 64 state warp groups, one output warp group (scores and output),
+and a service warp group of one producer warp (TMA loads), one writer warp (TMA stores) and two gate
+warps (factors made of g and beta). The state group hands bf16 S^T and V_new^T to the output group
+as a dump of its registers: thread t of the output group reads back what thread t of the state group
+wrote, so neither side needs a proxy fence, and the output group is never on the chain as long as it
+takes less time for a chunk than the chain does.
 
-Every exponential is of a difference g_i - g_j with i >= j, or of g itself, so no gate can overflow. The decay of the
-state itself is lazy: the registers hold 2^-e S with e <= 0 the decay not yet applied; once e would fall under
-LAZY_LIMIT the state is multiplied through and e starts from 0.
+Every exponential is of a difference g_i - g_j with i >= j, or of g itself, so no gate can overflow.
+The decay of the state is lazy: the registers hold 2^-e S with e <= 0 the decay not yet applied;
+once e would fall under LAZY_LIMIT the state is multiplied through and e starts from 0.
 
-A tail chunk needs no code of its own: rows past T are filled with zeros by the loads and dropped by the store, and
-the gate of such a row repeats that of the last token while its beta is 0.
+A tail chunk needs no code of its own: rows past T are filled with zeros by the loads and dropped by
+the store, and the gate of such a row repeats that of the last token while its beta is 0.
 """
 
 from dataclasses import dataclass
@@ -36,7 +39,10 @@ from tilelang.tileop.base import GemmWarpPolicy
 CHUNK = 64
 HEAD_DIM = 128
 TILE = 64  # rows of a warp group's WGMMA, columns of a 128-byte swizzled bf16 tile
-DK_HALVES = (0, 1)  # the state is two accumulators of 64 dk columns, so that one converts while the other is summed
+DK_HALVES = (
+    0,
+    1,
+)  # the state is two accumulators of 64 dk columns, so that one converts while the other is summed
 
 WARP = 32
 WARP_GROUP = 4 * WARP
@@ -63,18 +69,22 @@ PASS_CONFIGS = {
 
 @dataclass(frozen=True)
 class ResidentConfig:
-    """What one compiled resident kernel is specialised on; batch, length and scale are run-time arguments.
+    """What one compiled resident kernel is specialised on; batch, length and scale are arguments.
 
-    stages: chunks of input in flight. slots: publications of the state group the output group may lag by.
-    registers: per thread of (state, output, service) after setmaxnreg; None = the default of the tile.
-    lazy_decay: keep the decay of the state as an exponent, multiplied in only when it falls under LAZY_LIMIT.
+    None stands for the default of the tile.
+
+    stages: chunks of input in flight. slots: publications that the output group may lag by.
+    registers: per thread of (state, output, service) after setmaxnreg.
+    lazy_decay: keep the decay of the state as an exponent as long as it is above LAZY_LIMIT.
     early_values: turn V into beta V before it is needed (32 registers more in the state group).
-    early_factors: read the factors of U' and V_new while the product is in flight (16 registers more).
-    blocked_scores: gate scores left of the diagonal 16x16 blocks by a row factor times a column factor.
-    lookahead: the output group begins the next chunk while it ends this one (64 registers more; one state group only).
-    early_publish: hand over V_new in the shadow of the state's update, not of K S (16 registers less).
-    shadow_fences: a proxy fence after each hand-over, where the compiler would otherwise place one on the chain.
-    unrolled: roles whose loop has one copy of its body a stage, so that addresses and parities are constants.
+    early_factors: read the factors of U' and V_new while the product is in flight (16 more).
+    early_publish: hand over V_new in the shadow of the state's update, not of K S (16 less).
+    shadow_fences: a proxy fence after each publication; without it the compiler places its own
+        right before the next product.
+    blocked_scores: gate scores left of the diagonal 16x16 blocks by a row and a column factor.
+    lookahead: the output group begins the next chunk while it ends this one (64 registers more;
+        one state group only).
+    unrolled: roles whose loop has one copy of its body a stage, which makes addresses constants.
     """
 
     heads_q: int
@@ -123,7 +133,8 @@ class ResidentConfig:
         pool = REGISTERS_PER_BLOCK // self.threads // 8 * 8 * self.threads // WARP_GROUP
         if asked > pool or any(count % 8 for count in self.registers):
             raise ValueError(
-                f"registers={self.registers} must be multiples of 8; {self.state_groups} state groups, one output and "
+                f"registers={self.registers} must be multiples of 8; "
+                f"{self.state_groups} state groups, one output and "
                 f"one service group ask for {asked} of {pool}"
             )
 
@@ -142,13 +153,14 @@ class ResidentConfig:
     @property
     def name(self) -> str:
         """A readable name of the specialisation, unique among the shipped ones."""
-        state = f"{'init' if self.use_initial_state else 'zero'}_{'final' if self.store_final_state else 'drop'}"
-        return f"resident_hq{self.heads_q}_hv{self.heads_v}_dv{self.block_dv}_{state}"
+        start = "init" if self.use_initial_state else "zero"
+        end = "final" if self.store_final_state else "drop"
+        return f"resident_hq{self.heads_q}_hv{self.heads_v}_dv{self.block_dv}_{start}_{end}"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One chunk: its number and its place in the ring of input stages (an int where the loop is unrolled)."""
+    """One chunk: its number and its place in the ring of input stages (an int where unrolled)."""
 
     chunk: object
     stage: object
@@ -179,21 +191,25 @@ def laps(config, role, chunks):
 
 
 def steps(config, role, lap) -> tuple[Step, ...]:
-    """The chunks of one trip; where there are several, those past the last chunk are to be skipped."""
+    """The chunks of one trip; of several, those past the last chunk are to be skipped."""
     if role in config.unrolled:
-        return tuple(Step(lap * config.stages + stage, stage, lap) for stage in range(config.stages))
+        return tuple(
+            Step(lap * config.stages + stage, stage, lap) for stage in range(config.stages)
+        )
     return (step(config, lap),)
 
 
 def following(config, here) -> Step:
     if isinstance(here.stage, int):
         wraps = here.stage + 1 == config.stages
-        return Step(here.chunk + 1, 0 if wraps else here.stage + 1, here.round + 1 if wraps else here.round)
+        return Step(
+            here.chunk + 1, 0 if wraps else here.stage + 1, here.round + 1 if wraps else here.round
+        )
     return step(config, here.chunk + 1)
 
 
 def accumulator_thread(i, j):
-    """Thread of its warp group that holds element (i, j) of a 64-row WGMMA accumulator, and of a bf16 A operand."""
+    """Thread of a warp group that holds (i, j) of a 64-row accumulator, or of a bf16 A operand."""
     return i % 64 // 16 * 32 + i % 8 * 4 + j % 8 // 2
 
 
@@ -202,7 +218,7 @@ def accumulator_register(i, j):
 
 
 def register_dump(slots: int, rows: int) -> Layout:
-    """Shared layout of [slots, rows, 64] bf16 in which a thread's registers are 16-byte words, neighbours side by side."""
+    """Shared layout of [slots, rows, 64] bf16: registers of a thread as 16-byte words, lane by lane."""
 
     def forward(slot, i, j):
         register = accumulator_register(i, j)
@@ -212,7 +228,7 @@ def register_dump(slots: int, rows: int) -> Layout:
 
 
 def transposed_accumulator(columns: int) -> Fragment:
-    """Fragment of [64, columns]: element (t, d) lies where an accumulator [columns, 64] holds (d, t)."""
+    """Fragment of [64, columns]: (t, d) lies where an accumulator [columns, 64] holds (d, t)."""
 
     def forward(t, d):
         return d // TILE * WARP_GROUP + accumulator_thread(d, t), accumulator_register(d, t)
@@ -221,7 +237,7 @@ def transposed_accumulator(columns: int) -> Fragment:
 
 
 def accumulator_row(rows: int) -> Fragment:
-    """Fragment of [64]: every thread has the entries of the columns that it holds of an accumulator [rows, 64]."""
+    """Fragment of [64]: each thread has the columns that it holds of an accumulator [rows, 64]."""
     owners = rows // 2  # threads that share a column of the accumulator
 
     def forward(j, owner):
@@ -258,7 +274,9 @@ def take_values(config, here, tiles, barriers, registers):
     if config.early_values:
         # beta V
         for i, j in T.Parallel(config.block_dv, CHUNK):
-            registers.beta_v[i, j] = tiles.beta[here.stage, j] * T.cast(registers.v[j, i], "float32")
+            registers.beta_v[i, j] = tiles.beta[here.stage, j] * T.cast(
+                registers.v[j, i], "float32"
+            )
 
 
 @T.macro
@@ -278,7 +296,8 @@ def multiply_keys(half, here, tiles, registers):
 @T.macro
 def open_publication(config, index, group, barriers):
     T.barrier_wait(
-        barriers.consumed[index % config.slots * config.state_groups + group], (index // config.slots + 1) % 2
+        barriers.consumed[index % config.slots * config.state_groups + group],
+        (index // config.slots + 1) % 2,
     )
 
 
@@ -290,7 +309,10 @@ def publish_values(config, index, tiles, registers):
 @T.macro
 def publish_state(config, index, tiles, registers):
     for half in DK_HALVES:
-        T.copy(registers.state_bf16[half], tiles.state[index % config.slots * len(DK_HALVES) + half, :, :])
+        T.copy(
+            registers.state_bf16[half],
+            tiles.state[index % config.slots * len(DK_HALVES) + half, :, :],
+        )
 
 
 @T.macro
@@ -300,7 +322,7 @@ def close_publication(config, index, group, barriers):
 
 @T.macro
 def shadow_fence(config):
-    """No async proxy reads a publication; without a fence here the compiler places one right before the next product."""
+    """Keeps the compiler from placing its own later; no async proxy reads a publication."""
     if config.shadow_fences:
         T.fence_proxy_async()
 
@@ -340,11 +362,18 @@ def solve_values(config, here, tiles, registers):
             registers.w[i, j] = registers.beta_v[i, j] - registers.u[i, j]
     else:
         for i, j in T.Parallel(config.block_dv, CHUNK):
-            registers.w[i, j] = tiles.beta[here.stage, j] * T.cast(registers.v[j, i], "float32") - registers.u[i, j]
+            registers.w[i, j] = (
+                tiles.beta[here.stage, j] * T.cast(registers.v[j, i], "float32") - registers.u[i, j]
+            )
 
     # V_new^T = W'^T A^T
     TC.wgmma_gemm(
-        registers.w, tiles.a[here.stage, :, :], registers.v_new, transpose_B=True, policy=FULL_ROW, clear_accum=True
+        registers.w,
+        tiles.a[here.stage, :, :],
+        registers.v_new,
+        transpose_B=True,
+        policy=FULL_ROW,
+        clear_accum=True,
     )
     if config.early_factors:
         T.copy(tiles.decay[here.stage, :], registers.decay)
@@ -409,9 +438,11 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
                     shadow_fence(config)
                 take_values(config, coming, tiles, barriers, registers)
                 for half in DK_HALVES:
-                    # All but the newest WGMMA group, which is the other half of the state or of U', is over.
+                    # Only the newest WGMMA group may be unfinished: the other half.
                     TC.wait_wgmma(1)
-                    TC.warpgroup_fence_operand(registers.state[half], num_regs=ACCUMULATOR_REGISTERS)
+                    TC.warpgroup_fence_operand(
+                        registers.state[half], num_regs=ACCUMULATOR_REGISTERS
+                    )
                     multiply_keys(half, coming, tiles, registers)
                 arrive_warp(barriers.inputs_free, here.stage)
                 if not config.early_publish:
@@ -445,20 +476,25 @@ def multiply_queries_keys(here, tiles, barriers, registers):
     """Q K^T of the chunk, left in flight."""
     T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
     TC.wgmma_gemm(
-        tiles.q[here.stage, :, :], tiles.k[here.stage, :, :], registers.scores, transpose_B=True, clear_accum=True
+        tiles.q[here.stage, :, :],
+        tiles.k[here.stage, :, :],
+        registers.scores,
+        transpose_B=True,
+        clear_accum=True,
     )
 
 
 @T.macro
 def gate_scores(config, here, scale, tiles, registers):
-    """Leave P of the finished Q K^T as bf16 in shared memory, with zeros right of the diagonal 16x16 blocks."""
+    """Leave P of the finished Q K^T as bf16 in shared memory."""
     for block in tuple(range(CHUNK // BLOCK)):
         # P = scale tril(exp(g_i - g_j)) * (Q K^T)
         if registers.warp[0] > block:
             if config.blocked_scores:
                 for i, j in T.Parallel(CHUNK, BLOCK):
                     registers.scores[i, block * BLOCK + j] *= (
-                        tiles.row_gate[here.stage, i] * tiles.column_gate[here.stage, registers.warp[0] - 1, block * BLOCK + j]
+                        tiles.row_gate[here.stage, i]
+                        * tiles.column_gate[here.stage, registers.warp[0] - 1, block * BLOCK + j]
                     )
             else:
                 for i, j in T.Parallel(CHUNK, BLOCK):
@@ -470,7 +506,12 @@ def gate_scores(config, here, scale, tiles, registers):
                 registers.scores[i, block * BLOCK + j] = T.if_then_else(
                     i % BLOCK >= j,
                     registers.scores[i, block * BLOCK + j]
-                    * (scale * T.exp2(tiles.gate[here.stage, i] - tiles.gate[here.stage, block * BLOCK + j])),
+                    * (
+                        scale
+                        * T.exp2(
+                            tiles.gate[here.stage, i] - tiles.gate[here.stage, block * BLOCK + j]
+                        )
+                    ),
                     0.0,
                 )
         else:
@@ -490,19 +531,23 @@ def fetch_state(config, index, group, tiles, registers):
     slot = index % config.slots
     for half in DK_HALVES:
         T.copy(
-            tiles.state[slot * len(DK_HALVES) + half, group * TILE : (group + 1) * TILE, :], registers.old_state[half]
+            tiles.state[slot * len(DK_HALVES) + half, group * TILE : (group + 1) * TILE, :],
+            registers.old_state[half],
         )
 
 
 @T.macro
 def fetch_values(config, index, group, tiles, registers):
-    T.copy(tiles.values[index % config.slots, group * TILE : (group + 1) * TILE, :], registers.values)
+    T.copy(
+        tiles.values[index % config.slots, group * TILE : (group + 1) * TILE, :], registers.values
+    )
 
 
 @T.macro
 def wait_published(config, index, group, barriers):
     T.barrier_wait(
-        barriers.published[index % config.slots * config.state_groups + group], index // config.slots % 2
+        barriers.published[index % config.slots * config.state_groups + group],
+        index // config.slots % 2,
     )
 
 
@@ -556,7 +601,7 @@ def stage_output(group, here, tiles, barriers, registers):
 
 @T.macro
 def show_tiles(barriers):
-    """Output and scores just written become visible: to the TMA store, and to the WGMMA of the whole group."""
+    """Output and scores become visible to the TMA store and to the whole group's WGMMA."""
     T.fence_proxy_async()
     arrive_warp(barriers.output_ready, 0)
     T.sync_threads(OUTPUT_SYNC, WARP_GROUP)
@@ -573,8 +618,8 @@ def prepare_scores(config, here, scale, tiles, barriers, registers):
 
 @T.macro
 def lookahead_output_role(config, place, thread, scale, tiles, barriers, registers):
-    """Output of one state group. A trip takes one publication: it ends chunk c with V_new and begins c + 1 with S."""
-    # A variable, because a condition on the thread itself would shift TileLang's numbering of the group's threads.
+    """Output of one state group; a publication ends a chunk and begins the next."""
+    # In a variable: under a condition on the thread itself TileLang renumbers the group's threads.
     registers.warp[0] = (thread - config.state_threads) // WARP
     last = place.chunks - 1
     prepare_scores(config, step(config, 0), scale, tiles, barriers, registers)
@@ -593,13 +638,13 @@ def lookahead_output_role(config, place, thread, scale, tiles, barriers, registe
         for here in steps(config, "output", lap):
             if here.chunk < last:
                 coming = following(config, here)
+                gate_scores(config, coming, scale, tiles, registers)
                 wait_published(config, coming.chunk, 0, barriers)
                 fetch_values(config, coming.chunk, 0, tiles, registers)
                 fetch_state(config, coming.chunk, 0, tiles, registers)
                 release(config, coming.chunk, 0, barriers)
                 add_scores_values(here, tiles, registers)
                 multiply_queries(coming, tiles, registers, registers.next_output)
-                gate_scores(config, coming, scale, tiles, registers)
                 # The products of the queries are the two newest groups.
                 TC.wait_wgmma(2)
                 TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
@@ -651,7 +696,7 @@ def output_tile(config, here, group, coming, scale, tiles, barriers, registers):
 @T.macro
 def output_role(config, place, thread, scale, tiles, barriers, registers):
     """Output of the state groups one after the other, with the registers of one."""
-    # A variable, because a condition on the thread itself would shift TileLang's numbering of the group's threads.
+    # In a variable: under a condition on the thread itself TileLang renumbers the group's threads.
     registers.warp[0] = (thread - config.state_threads) // WARP
     last = step(config, place.chunks - 1)
     prepare_scores(config, step(config, 0), scale, tiles, barriers, registers)
@@ -682,10 +727,14 @@ def producer_warp(config, place, inputs, tiles, barriers):
                 tokens = slice(first, first + CHUNK)
                 T.barrier_wait(barriers.inputs_free[here.stage], here.freed)
                 T.tma_copy(
-                    inputs.k[place.batch, tokens, place.head_q, 0:HEAD_DIM], tiles.k[here.stage, :, :], barrier=barriers.inputs_landed[here.stage]
+                    inputs.k[place.batch, tokens, place.head_q, 0:HEAD_DIM],
+                    tiles.k[here.stage, :, :],
+                    barrier=barriers.inputs_landed[here.stage],
                 )
                 T.tma_copy(
-                    inputs.a[place.batch, tokens, place.head, 0:CHUNK], tiles.a[here.stage, :, :], barrier=barriers.inputs_landed[here.stage]
+                    inputs.a[place.batch, tokens, place.head, 0:CHUNK],
+                    tiles.a[here.stage, :, :],
+                    barrier=barriers.inputs_landed[here.stage],
                 )
                 if isinstance(here.stage, int):
                     T.tma_copy(
@@ -702,7 +751,9 @@ def producer_warp(config, place, inputs, tiles, barriers):
                                 barrier=barriers.inputs_landed[here.stage],
                             )
                 T.tma_copy(
-                    inputs.q[place.batch, tokens, place.head_q, 0:HEAD_DIM], tiles.q[here.stage, :, :], barrier=barriers.inputs_landed[here.stage]
+                    inputs.q[place.batch, tokens, place.head_q, 0:HEAD_DIM],
+                    tiles.q[here.stage, :, :],
+                    barrier=barriers.inputs_landed[here.stage],
                 )
                 T.barrier_arrive(barriers.inputs_landed[here.stage])
 
@@ -716,17 +767,20 @@ def writer_warp(config, place, inputs, tiles, barriers):
             column = place.dv + group * TILE
             T.copy(
                 tiles.output[group],
-                inputs.output[place.batch, first : first + CHUNK, place.head, column : column + TILE],
+                inputs.output[
+                    place.batch, first : first + CHUNK, place.head, column : column + TILE
+                ],
             )
         T.barrier_arrive(barriers.output_stored[0])
 
 
 @T.macro
 def gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates):
-    """One thread a token: the factors that the other groups multiply with, one chunk after the other.
+    """One thread a token: the factors that the other groups multiply with.
 
-    gates: per-thread scalars. gate, beta: of this token, the chunk ahead; last: gate of the chunk's last valid token;
-    heads: gates at the starts of the 16-token blocks 1..3; pending: log2 of the decay not yet in the state registers.
+    gates: scalars of the thread. gate, beta: of its token; last: gate of the chunk's last valid
+    token; first, heads: gates at the starts of the 16-token blocks 0 and 1..3; pending: log2 of the
+    decay that is not in the state registers, before: the same one chunk earlier.
     """
     token = thread - (config.threads - GATE_WARPS * WARP)
     gates.pending[0] = 0.0
@@ -780,20 +834,25 @@ def fetch_gates(place, chunk, token, inputs, gates):
     last = T.min(first + CHUNK, place.tokens) - 1
     here = T.min(first + token, last)
     gates.gate[0] = inputs.g[place.batch, here, place.head]
-    gates.beta[0] = T.if_then_else(first + token <= last, inputs.beta[place.batch, here, place.head], 0.0)
+    gates.beta[0] = T.if_then_else(
+        first + token <= last, inputs.beta[place.batch, here, place.head], 0.0
+    )
     gates.last[0] = inputs.g[place.batch, last, place.head]
     gates.first[0] = inputs.g[place.batch, first, place.head]
     for block in tuple(range(1, CHUNK // BLOCK)):
-        gates.heads[block - 1] = inputs.g[place.batch, T.min(first + block * BLOCK, last), place.head]
+        gates.heads[block - 1] = inputs.g[
+            place.batch, T.min(first + block * BLOCK, last), place.head
+        ]
 
 
 def resident_kernel(config: ResidentConfig):
     """Build the register-resident forward kernel as a TileLang PrimFunc.
 
-    Arguments of the PrimFunc: q, k [B, T, Hq, 128] bf16, v [B, T, Hv, 128] bf16, g_cumsum, beta [B, T, Hv] fp32,
-    A [B, T, Hv, 64] bf16, initial_state [B, Hv, 128, 128] fp32 (a one-element dummy unless config.use_initial_state),
-    output [B, T, Hv, 128] bf16, final_state [B, Hv, 128, 128] fp32 (a one-element dummy unless
-    config.store_final_state), scale fp32. B and T are dynamic.
+    Arguments of the PrimFunc: q, k [B, T, Hq, 128] bf16, v [B, T, Hv, 128] bf16, g_cumsum and
+    beta [B, T, Hv] fp32, A [B, T, Hv, 64] bf16, initial_state [B, Hv, 128, 128] fp32 (a one-element
+    dummy unless config.use_initial_state), output [B, T, Hv, 128] bf16, final_state
+    [B, Hv, 128, 128] fp32 (a one-element dummy unless config.store_final_state), scale fp32.
+    B and T are dynamic.
     """
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
     heads_q, heads_v, dv, stages = config.heads_q, config.heads_v, config.block_dv, config.stages
@@ -817,7 +876,14 @@ def resident_kernel(config: ResidentConfig):
     ):
         with T.Kernel(slices * heads_v * batch, threads=config.threads) as (block,):
             inputs = SimpleNamespace(
-                q=q, k=k, v=v, g=g_cumsum, beta=beta, a=A, initial_state=initial_state, output=output,
+                q=q,
+                k=k,
+                v=v,
+                g=g_cumsum,
+                beta=beta,
+                a=A,
+                initial_state=initial_state,
+                output=output,
                 final_state=final_state,
             )
             place = SimpleNamespace(
@@ -843,16 +909,32 @@ def resident_kernel(config: ResidentConfig):
                 output_gate=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),  # scale gamma
                 gate=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),  # log2 of gamma
                 row_gate=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),
-                column_gate=T.alloc_shared((stages, CHUNK // BLOCK - 1, CHUNK), fp32, scope="shared"),
-                keep=T.alloc_shared((stages,), fp32, scope="shared"),  # what the state is to be multiplied with
-                pending=T.alloc_shared((stages,), fp32, scope="shared"),  # decay outside the state registers
+                column_gate=T.alloc_shared(
+                    (stages, CHUNK // BLOCK - 1, CHUNK), fp32, scope="shared"
+                ),
+                keep=T.alloc_shared(
+                    (stages,), fp32, scope="shared"
+                ),  # what the state is to be multiplied with
+                pending=T.alloc_shared(
+                    (stages,), fp32, scope="shared"
+                ),  # decay outside the state registers
             )
             barriers = SimpleNamespace(
-                inputs_landed=T.alloc_barrier([WARP] * stages),  # by the producer warp and its TMA loads
-                inputs_ready=T.alloc_barrier([GATE_WARPS] * stages),  # landed, and the gate factors written
-                inputs_free=T.alloc_barrier([(groups + 1) * WARPS_PER_GROUP] * stages),  # by state and output groups
-                published=T.alloc_barrier([WARPS_PER_GROUP] * (config.slots * groups)),  # by each state group
-                consumed=T.alloc_barrier([WARPS_PER_GROUP] * (config.slots * groups)),  # by the output group
+                inputs_landed=T.alloc_barrier(
+                    [WARP] * stages
+                ),  # by the producer warp and its TMA loads
+                inputs_ready=T.alloc_barrier(
+                    [GATE_WARPS] * stages
+                ),  # landed, and the gate factors written
+                inputs_free=T.alloc_barrier(
+                    [(groups + 1) * WARPS_PER_GROUP] * stages
+                ),  # by state and output groups
+                published=T.alloc_barrier(
+                    [WARPS_PER_GROUP] * (config.slots * groups)
+                ),  # by each state group
+                consumed=T.alloc_barrier(
+                    [WARPS_PER_GROUP] * (config.slots * groups)
+                ),  # by the output group
                 output_ready=T.alloc_barrier([WARPS_PER_GROUP]),  # by the output group
                 output_stored=T.alloc_barrier([WARP]),  # by the writer warp
             )
@@ -882,7 +964,17 @@ def resident_kernel(config: ResidentConfig):
             gates = SimpleNamespace(
                 **{
                     name: T.alloc_local((1,), fp32)
-                    for name in ("gate", "beta", "first", "last", "before", "pending", "keep", "grown", "start")
+                    for name in (
+                        "gate",
+                        "beta",
+                        "first",
+                        "last",
+                        "before",
+                        "pending",
+                        "keep",
+                        "grown",
+                        "start",
+                    )
                 },
                 heads=T.alloc_local((CHUNK // BLOCK - 1,), fp32),
             )
@@ -893,7 +985,10 @@ def resident_kernel(config: ResidentConfig):
                     **{row: accumulator_row(dv) for row in (chain.beta_gamma, chain.decay)},
                     tiles.state: register_dump(config.slots * len(DK_HALVES), dv),
                     tiles.values: register_dump(config.slots, dv),
-                    **{tile: make_full_bank_swizzled_layout(tile) for tile in (*tiles.v, *tiles.output)},
+                    **{
+                        tile: make_full_bank_swizzled_layout(tile)
+                        for tile in (*tiles.v, *tiles.output)
+                    },
                 }
             )
             thread = T.get_thread_binding()
@@ -902,7 +997,9 @@ def resident_kernel(config: ResidentConfig):
                 T.set_max_nreg(config.registers[0], 1)
                 state_role(config, place, thread, inputs, tiles, barriers, chain)
             elif thread < config.state_threads + WARP_GROUP:
-                T.set_max_nreg(config.registers[1], 1 if config.registers[1] > launch_registers(config) else 0)
+                T.set_max_nreg(
+                    config.registers[1], 1 if config.registers[1] > launch_registers(config) else 0
+                )
                 if config.lookahead:
                     lookahead_output_role(config, place, thread, scale, tiles, barriers, beside)
                 else:
