@@ -218,7 +218,7 @@ def accumulator_register(i, j):
 
 
 def register_dump(slots: int, rows: int) -> Layout:
-    """Shared layout of [slots, rows, 64] bf16: registers of a thread as 16-byte words, lane by lane."""
+    """Shared layout of [slots, rows, 64] bf16: a thread's registers as 16-byte words."""
 
     def forward(slot, i, j):
         register = accumulator_register(i, j)
