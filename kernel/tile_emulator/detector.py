@@ -19,6 +19,8 @@ from .errors import UnsupportedOperation
 from .memory import Tile
 from .role import WARP, Role
 
+COMMON = 0  # clock of the stores in code that all threads run; a sync of all publishes it
+
 
 class Access(NamedTuple):
     """One executed access, stamped by clock and time.
@@ -62,7 +64,7 @@ class Detector:
 
     def __init__(self, issue: Callable, races: bool, init: bool, auto_sync: bool):
         self.issue, self.races, self.init, self.auto_sync = issue, races, init, auto_sync
-        self.clocks: dict[tuple, int] = {("common",): 0}
+        self.clocks: dict[tuple, int] = {("common",): COMMON}
         self.now: dict[int, int] = {}
         self.log: list[Access | None] = [None]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .auto_sync import accesses, sync_places
 from .dtypes import NARROW, rounded
 from .edits import HOLDS_BACK, SYNCHRONISATION, Edit, Site
 from .errors import UnsupportedOperation
@@ -21,6 +22,7 @@ from .ownership import NestOwner, RegisterTiles, Touch, links_of
 from .role import WARP, WARP_GROUP, Role, Share
 from .scope import Scope
 from .steps import NOTHING, Step, repeat, sequence
+from .sync_operations import automatic_sync
 from .tir import (
     PARALLEL,
     calls,
@@ -69,6 +71,7 @@ class Compiler:
         self.sites: list[Site] = []
         self.moved = self.settled = False
         self.flip = False
+        self.loops = 0
         self.threads = 128
         self.grid: list[tuple[int, Closure]] = []
         self.shared: list[BufferSpec] = []
@@ -119,7 +122,16 @@ class Compiler:
             if target is not None:
                 steps.insert(target, steps.pop(edited))
                 self.moved = self.settled = True
+        if self.scope.depth == 0:
+            self.insert_syncs(s.seq, steps)
         return sequence(steps)
+
+    def insert_syncs(self, statements, steps: list[Step]) -> None:
+        """Add what ThreadSync adds to code that all threads run."""
+        found = [accesses(x, self.scope.buffers, self.scope.on_thread) for x in statements]
+        for position in sorted(sync_places(found, self.loops > 0), reverse=True):
+            line = source_line(statements[position])
+            steps[position] = sequence([automatic_sync(self.threads, line), steps[position]])
 
     def compile_SBlockRealize(self, s) -> Step:
         return self.compile_SBlock(s.block)
@@ -249,7 +261,9 @@ class Compiler:
         if self.scope.may_vary(s.extent) or self.scope.may_vary(s.min):
             self.scope.varying.add(key)
         sites = len(self.sites)
+        self.loops += 1
         body = self.statement(s.body)
+        self.loops -= 1
         if self.edit.site is not None and sites <= self.edit.site < len(self.sites):
             self.settled = True  # an early release stays inside its loop
 

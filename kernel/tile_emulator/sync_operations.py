@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .detector import COMMON
 from .lanes import uniform
 from .registry import operation
 from .role import Role, Wait
@@ -105,20 +106,35 @@ def sync_threads(compiler, call) -> Step:
             if threads == role.width:
                 role.sync_role()
                 return
-        barrier = role.cta.named_barrier(number, threads, role)
-        if not around:
-            barrier.incoming[0, 0] = role.cta.detector.now.get(0, 0)
-        role.wait = Wait(barrier, phase=barrier.phase)
-        if role.cta.trace:
-            role.cta.trace.arrived(role, barrier)
-        role.arrive(barrier)
-        while role.wait.blocked:
-            yield
-        role.wait = None
-        role.acquire(barrier.released)
-        role.sync_role()
-        if role.cta.trace:
-            role.cta.trace.waited(role, barrier)
+        yield from meet(role, role.cta.named_barrier(number, threads, role), not around)
+
+    return Step(run, True)
+
+
+def meet(role: Role, barrier, everyone: bool):
+    """Arrive at a named barrier and wait until all have; everyone publishes common code, too."""
+    if everyone:
+        barrier.incoming[0, COMMON] = role.cta.detector.now.get(COMMON, 0)
+    role.wait = Wait(barrier, phase=barrier.phase)
+    if role.cta.trace:
+        role.cta.trace.arrived(role, barrier)
+    role.arrive(barrier)
+    while role.wait.blocked:
+        yield
+    role.wait = None
+    role.acquire(barrier.released)
+    role.sync_role()
+    if role.cta.trace:
+        role.cta.trace.waited(role, barrier)
+
+
+def automatic_sync(threads: int, line: str) -> Step:
+    """A sync of all threads that TileLang's ThreadSync adds before a line."""
+
+    def run(role: Role):
+        if role.cta.options.auto_sync and len(role.cta.roles) > 1:
+            barrier = role.cta.named_barrier(f"before {line}", threads, role)
+            yield from meet(role, barrier, True)
 
     return Step(run, True)
 

@@ -125,7 +125,7 @@ def execute(program, tensors, lengths, *, varlen=False, v_first=False, **options
 
 
 def assert_only_the_missing_fence(report):
-    """The O role's ordinary stores of its output reach the store warp's TMA without a proxy fence."""
+    """No proxy fence lies between the O role's stores of its output and the store warp's TMA."""
     assert report.kinds == {"fence"}
     assert {issue.subject for issue in report.issues} == {"o_shared"}
     assert {issue.role for issue in report.issues} == {"tx[480,512)"}
