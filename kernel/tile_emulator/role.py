@@ -102,12 +102,16 @@ class Role:
 
     def leaves(self, tile: Tile, common: bool, each_group: bool = False) -> bool:
         """Is a store to this tile another role's?  Of code that all threads run the first role
-        does the shared and global stores, of a wide role's its first warp group (unless
-        each_group).
+        does the shared and global stores, of a wide role's its first group (unless each_group).
+        On the device every thread does a part, so the role owes a fence and a sync all the same.
         """
-        if not (tile.is_global or tile.scope.startswith("shared")):
+        shared = tile.scope.startswith("shared")
+        if not (tile.is_global or shared):
             return False
-        return (common and not self.leader) or (self.share.offset > 0 and not each_group)
+        others = (common and not self.leader) or (self.share.offset > 0 and not each_group)
+        if others and shared:
+            self.unfenced = self.unsynced = True
+        return others
 
     # ---- threads ----
     @property
