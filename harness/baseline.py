@@ -1,8 +1,9 @@
 """Measures this device's baselines: t60 (the ladder's v1, core) and t100 (the fastest peer, full).
 
 Both are taken under the oj protocol, interleaved with this package's core and full forward on the
-same inputs, and written to cases/baselines/<device>.csv with their provenance; the rows go to
-results/<device>/baseline.csv. Only right results count. A case with t60 <= t100 is refused.
+same inputs. The rows go to results/<device>/baseline.csv; once they cover every public case (--case
+measures some of them), cases/baselines/<device>.csv is written with its provenance. Only right
+results count. A case with t60 <= t100 is refused.
 """
 
 import argparse
@@ -13,15 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from cases import Baseline, Case
+import torch
+
+from cases import Baseline, load_cases
 from cases.baseline import DIRECTORY
 
-from .check import Status
 from .device import pick_device, why_untimed
 from .evaluate import Entry, Outcome
-from .implementations import CORE, FULL, LADDER, OURS, OWN
+from .implementations import CORE, FULL, LADDER, OURS, OWN, Implementation
 from .progress import Progress, note
-from .results import RESULTS, Stamp, begin_metadata, finish_metadata, to_row, write_results
+from .results import Recorder, Row, Stamp, finish_metadata, read_rows, to_row
 from .selection import available_peers, peer_entries, select_cases
 from .session import Session
 from .tables import fixed, render
@@ -31,22 +33,23 @@ NAIVE = "v1"
 TIMEOUT_S = 1800.0
 
 
-def pick_baseline(case: str, outcomes: Sequence[Outcome]) -> Baseline:
-    """The baseline that `outcomes` of one case give. Raises ValueError saying what is missing."""
-    naive = [o for o in outcomes if (o.implementation, o.version) == (LADDER, NAIVE)]
-    peers = [o for o in outcomes if o.implementation not in OWN and o.scope == FULL]
+def pick_baseline(case: str, rows: Sequence[Row]) -> Baseline:
+    """The baseline that the rows of one case give. Raises ValueError saying what is missing."""
+    rows = [row for row in rows if row.case == case]
+    naive = [row for row in rows if (row.implementation, row.version) == (LADDER, NAIVE)]
+    peers = [row for row in rows if row.implementation not in OWN and row.scope == FULL]
     if not naive or naive[0].median_ms is None:
-        why = f"{naive[0].status}: {naive[0].reason}" if naive else "not measured"
+        why = naive[0].correctness if naive else "not measured"
         raise ValueError(f"{case}: no t60, {LADDER} {NAIVE} is {why}")
     right = [peer for peer in peers if peer.median_ms is not None]
     if not right:
-        tried = "; ".join(f"{p.implementation} {p.status}: {p.reason}" for p in peers)
+        tried = ", ".join(f"{peer.implementation} {peer.correctness}" for peer in peers)
         raise ValueError(f"{case}: no t100, no peer's full forward is right ({tried or 'none'})")
     fastest = min(right, key=lambda peer: peer.median_ms)
     return Baseline(
         case=case,
-        t60_ms=round(naive[0].median_ms, 6),
-        t100_ms=round(fastest.median_ms, 6),
+        t60_ms=naive[0].median_ms,
+        t100_ms=fastest.median_ms,
         t60_implementation=f"{LADDER} {NAIVE}",
         t100_implementation=f"{fastest.implementation} {fastest.version}",
     )
@@ -74,7 +77,7 @@ def write_baselines(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 only if every case has a baseline; writes nothing otherwise, nor for some cases."""
+    """Returns 0 only if every public case has a baseline; the file is written only then."""
     options = _parser().parse_args(argv)
     device = pick_device()
     untimed = why_untimed(device)
@@ -87,53 +90,62 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not present:
         note("no baseline without a peer: pip install 'gdn-prefill[peers]'")
         return 1
-    cases = select_cases(options.case)
-    entries = [
-        Entry(LADDER, CORE, NAIVE),
-        Entry(OURS, CORE),
-        Entry(OURS, FULL),
-        *(entry for entry in peer_entries(present) if entry.scope == FULL),
-    ]
     stamp = Stamp.now(device)
-    metadata = begin_metadata(stamp)
-    outcomes, baselines, refused = _measure(options, cases, entries)
-    finished = finish_metadata(metadata)
-    print(_text(baselines, outcomes), end="")
+    recorder = None if options.dry_run else Recorder("baseline", stamp, bool(options.case))
+    outcomes = _measure(options, device, _entries(present), recorder)
+    rows = [to_row(outcome, stamp) for outcome in outcomes]
+    if recorder:
+        path = recorder.add([])
+        rows = read_rows(path)
+        note(f"recorded in {path}")
+    baselines, refused = pick_baselines(rows)
+    print(_text(baselines, rows), end="")
     for line in refused:
         note(line)
-    if options.dry_run or options.case:
-        note("nothing written: --dry-run, or not all cases were measured")
+    if refused or options.dry_run:
+        note("the baselines stay as they are")
         return 1 if refused else 0
-    rows = [to_row(outcome, stamp) for outcome in outcomes]
-    note(f"recorded in {write_results('baseline', rows, finished, outcomes, RESULTS)}")
-    if refused:
-        note("the baselines stay as they are: not every case has one")
-        return 1
-    note(f"written to {write_baselines(stamp.device, baselines, _provenance(finished, options))}")
+    provenance = _provenance(finish_metadata(recorder.metadata), options)
+    note(f"written to {write_baselines(stamp.device, baselines, provenance)}")
     return 0
 
 
+def pick_baselines(rows: Sequence[Row]) -> tuple[list[Baseline], list[str]]:
+    """The baselines of the public cases, and why the others have none."""
+    baselines, refused = [], []
+    for case in load_cases():
+        try:
+            baselines.append(pick_baseline(case.name, rows))
+        except ValueError as error:
+            refused.append(str(error))
+    return baselines, refused
+
+
+def _entries(present: Sequence[Implementation]) -> list[Entry]:
+    ours = [Entry(LADDER, CORE, NAIVE), Entry(OURS, CORE), Entry(OURS, FULL)]
+    return ours + [entry for entry in peer_entries(present) if entry.scope == FULL]
+
+
 def _measure(
-    options: argparse.Namespace, cases: Sequence[Case], entries: Sequence[Entry]
-) -> tuple[list[Outcome], list[Baseline], list[str]]:
+    options: argparse.Namespace,
+    device: torch.device,
+    entries: Sequence[Entry],
+    recorder: Recorder | None,
+) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    baselines: list[Baseline] = []
-    refused: list[str] = []
     plan = Plan(Protocol.OJ, options.warmup, options.repetitions)
     progress = Progress("case")
-    with Session(pick_device(), [plan], timeout_s=options.timeout) as session:
-        for case in progress.over(cases):
+    with Session(device, [plan], timeout_s=options.timeout) as session:
+        for case in progress.over(select_cases(options.case)):
             progress.say(case.name)
             measured = session.compare(case, entries)
             outcomes += measured
+            if recorder:
+                recorder.add(measured)
             for outcome in measured:
-                if outcome.status is not Status.PASS:
+                if outcome.reason:
                     note(f"{case.name}: {outcome.implementation} {outcome.scope}: {outcome.reason}")
-            try:
-                baselines.append(pick_baseline(case.name, measured))
-            except ValueError as error:
-                refused.append(str(error))
-    return outcomes, baselines, refused
+    return outcomes
 
 
 def _provenance(metadata: Mapping[str, object], options: argparse.Namespace) -> dict:
@@ -145,24 +157,34 @@ def _provenance(metadata: Mapping[str, object], options: argparse.Namespace) -> 
         "t60": f"median core time of {LADDER} {NAIVE}",
         "t100": "median full forward (raw gate in) of the fastest peer whose result is right",
         "interleaved_with": f"{OURS}, core and full",
+        "rows": f"results/{metadata['device']}/baseline.csv",
     }
 
 
-def _text(baselines: Sequence[Baseline], outcomes: Sequence[Outcome]) -> str:
-    ours = {o.case: o.median_ms for o in outcomes if (o.implementation, o.scope) == (OURS, CORE)}
-    rows = [
-        (b.case, fixed(b.t60_ms, 6), fixed(b.t100_ms, 6), b.t100_implementation, fixed(own, 6))
-        for b in baselines
-        for own in [ours.get(b.case)]
+def _text(baselines: Sequence[Baseline], rows: Sequence[Row]) -> str:
+    ours = {
+        row.case: row.median_ms for row in rows if (row.implementation, row.scope) == (OURS, CORE)
+    }
+    lines = [
+        (
+            baseline.case,
+            fixed(baseline.t60_ms, 6),
+            fixed(baseline.t100_ms, 6),
+            baseline.t100_implementation,
+            fixed(ours.get(baseline.case), 6),
+        )
+        for baseline in baselines
     ]
-    return render(("CASE", "T60(ms)", "T100(ms)", "T100 BY", "OUR CORE(ms)"), rows)
+    return render(("CASE", "T60(ms)", "T100(ms)", "T100 BY", "OUR CORE(ms)"), lines)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m harness.baseline", description="Measures t60 and t100 on this device."
     )
-    parser.add_argument("--case", action="append", default=[], help="some cases; writes nothing")
+    parser.add_argument(
+        "--case", action="append", default=[], help="measure these only; repeatable"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
     parser.add_argument("--warmup", type=int, default=WARMUP, metavar="N")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS, metavar="N")

@@ -19,7 +19,7 @@ from .evaluate import Entry, Outcome
 from .floors import core_flops, floor_ms, full_flops
 from .implementations import CORE, FULL, OURS, OURS_FRESH, SCOPES
 from .progress import Progress, note
-from .results import RESULTS, Stamp, begin_metadata, finish_metadata, to_row, write_results
+from .results import Recorder, Stamp
 from .score import geometric_mean
 from .selection import available_peers, peer_entries, select_cases
 from .session import Session
@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     entries = _entries(options)
     chosen = options.protocol or [Protocol.OJ.value, Protocol.GRAPH.value]
     plans = [Plan(Protocol(name), options.warmup, options.repetitions) for name in chosen]
-    stamp = Stamp.now(device)
-    metadata = begin_metadata(stamp)
+    recorder = Recorder(options.name, Stamp.now(device), options.merge)
     outcomes: list[Outcome] = []
     progress = Progress("case")
     with Session(device, plans, timeout_s=options.timeout) as session:
@@ -52,14 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress.say(case.name)
             measured = session.compare(case, entries)
             outcomes += measured
+            if options.name:
+                recorder.add(measured)
             for outcome in measured:
                 if outcome.reason:
                     note(f"{case.name}: {outcome.implementation} {outcome.scope}: {outcome.reason}")
     print(report(cases, outcomes), end="")
-    if options.name:
-        rows = [to_row(outcome, stamp) for outcome in outcomes]
-        finished = finish_metadata(metadata)
-        note(f"recorded in {write_results(options.name, rows, finished, outcomes, RESULTS)}")
     ours = [outcome for outcome in outcomes if outcome.implementation == OURS]
     return 0 if all(outcome.status is Status.PASS for outcome in ours) else 1
 
@@ -163,6 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument(
         "--name", default="bench", help="results/<device>/NAME.csv; empty: record nothing"
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="keep the other rows that the file already holds"
     )
     parser.add_argument("--warmup", type=int, default=WARMUP, metavar="N")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS, metavar="N")

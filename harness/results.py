@@ -156,11 +156,13 @@ def write_results(
     metadata: Mapping[str, object],
     outcomes: Iterable[Outcome] = (),
     root: Path = RESULTS,
+    merge: bool = False,
 ) -> Path:
     """Writes results/<device>/<name>.csv and what belongs beside it; returns the CSV's path.
 
-    `outcomes` gives the raw times to keep. An earlier file of that name is replaced. Raises
-    ValueError if there are no rows or they are of several devices.
+    `outcomes` gives the raw times to keep. An earlier file of that name is replaced; with `merge`
+    its rows of other measurements stay, and its metadata moves under "earlier". Raises ValueError
+    if there are no rows or they are of several devices.
     """
     devices = {row.device for row in rows}
     if len(devices) != 1:
@@ -168,24 +170,70 @@ def write_results(
     directory = root / devices.pop()
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.csv"
+    samples = [_sample(outcome) for outcome in outcomes if outcome.times_ms]
+    rows, metadata = list(rows), {**metadata, "schema": SCHEMA}
+    if merge and path.is_file():
+        new = {_key(row) for row in rows}
+        rows = [row for row in read_rows(path) if _key(row) not in new] + rows
+        samples = [old for old in _read_samples(path) if _key(old) not in new] + samples
+        before = json.loads(path.with_suffix(".json").read_text())
+        metadata["earlier"] = before.pop("earlier", [])
+        if before.get("date") != metadata.get("date"):
+            metadata["earlier"].append(before)
     with path.open("w", newline="", encoding="utf-8") as handle:
         write_csv(handle, rows)
-    _write_json(path.with_suffix(".json"), {**metadata, "schema": SCHEMA})
-    samples = [
-        {
-            **{key: getattr(outcome, key) for key in _SAMPLE_KEYS},
-            "times_ms": [round(time, 6) for time in outcome.times_ms],
-        }
-        for outcome in outcomes
-        if outcome.times_ms
-    ]
+    text = json.dumps(metadata, indent=2, default=str)
+    path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    kept = path.with_suffix(".samples.json")
+    kept.unlink(missing_ok=True)
     if samples:
-        lines = ",\n".join(json.dumps(sample) for sample in samples)
-        path.with_suffix(".samples.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        lines = ",\n".join(map(json.dumps, samples))
+        kept.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     return path
 
 
-_SAMPLE_KEYS = ("implementation", "version", "scope", "protocol", "case")
+class Recorder:
+    """Records a run as it goes, so that what was measured stays when the machine goes away.
+
+    With `merge` the file's rows of other measurements stay.
+    """
+
+    def __init__(self, name: str, stamp: Stamp, merge: bool = False, root: Path = RESULTS) -> None:
+        self._name, self._stamp, self._merge, self._root = name, stamp, merge, root
+        self._metadata = begin_metadata(stamp)
+        self._outcomes: list[Outcome] = []
+
+    def add(self, outcomes: Iterable[Outcome], **more: object) -> Path:
+        """Writes all outcomes so far; `more` goes into the metadata. Returns the CSV's path."""
+        self._outcomes += outcomes
+        rows = [to_row(outcome, self._stamp) for outcome in self._outcomes]
+        metadata = finish_metadata(self._metadata, **more)
+        return write_results(self._name, rows, metadata, self._outcomes, self._root, self._merge)
+
+    @property
+    def metadata(self) -> dict:
+        """What was known when the run began."""
+        return dict(self._metadata)
+
+
+# What tells one measurement from another.
+_KEYS = ("implementation", "version", "scope", "protocol", "case")
+
+
+def _key(measured: Row | Mapping[str, object]) -> tuple[object, ...]:
+    values = asdict(measured) if isinstance(measured, Row) else measured
+    return tuple(values[key] for key in _KEYS)
+
+
+def _sample(outcome: Outcome) -> dict:
+    """Nanoseconds are as fine as an event's time is."""
+    times = [round(time, 6) for time in outcome.times_ms]
+    return {**{key: getattr(outcome, key) for key in _KEYS}, "times_ms": times}
+
+
+def _read_samples(path: Path) -> list[dict]:
+    kept = path.with_suffix(".samples.json")
+    return json.loads(kept.read_text()) if kept.is_file() else []
 
 
 def write_csv(handle, rows: Iterable[Row]) -> None:
@@ -196,10 +244,6 @@ def write_csv(handle, rows: Iterable[Row]) -> None:
         writer.writerow(
             f"{value:.6f}" if isinstance(value, float) else value for value in asdict(row).values()
         )
-
-
-def _write_json(path: Path, data: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -23,16 +23,7 @@ from .device import pick_device, why_untimed
 from .evaluate import Outcome
 from .implementations import CORE, FULL, OURS, OWN, SCOPES
 from .progress import Progress, note
-from .results import (
-    RESULTS,
-    Row,
-    Stamp,
-    begin_metadata,
-    finish_metadata,
-    load_rows,
-    to_row,
-    write_results,
-)
+from .results import Recorder, Row, Stamp, load_rows
 from .selection import Subject, available_peers, draw_seed, peer_entries, select_cases
 from .session import Session
 from .tables import fixed, render
@@ -286,7 +277,7 @@ def _measure(
     if subject.submission is None and not untimed and FULL in subject.implementation().scopes:
         beside.insert(0, subject.entry(FULL))
     stamp = Stamp.now(device)
-    metadata = begin_metadata(stamp)
+    recorder = Recorder("score", stamp) if options.record else None
     outcomes: list[Outcome] = []
     progress = Progress("case")
     plan = Plan(Protocol.OJ, options.warmup, options.repetitions)
@@ -301,10 +292,8 @@ def _measure(
                 if outcome.reason:
                     note(f"{case.name}: {outcome.implementation}: {outcome.reason}")
             outcomes += [*graded, *others]
-    if options.record:
-        rows = [to_row(outcome, stamp) for outcome in outcomes]
-        finished = finish_metadata(metadata, hidden_seed=seed)
-        note(f"recorded in {write_results('score', rows, finished, outcomes, RESULTS)}")
+            if recorder:
+                recorder.add([*graded, *others], hidden_seed=seed)
     return stamp.device, [*public, *hidden], outcomes
 
 

@@ -1,19 +1,26 @@
 """Baselines: whose times count, and that what is written can be loaded."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from cases import Case, load_baselines, load_provenance
+from cases import Case, load_baselines, load_cases, load_provenance
 from harness import baseline, bench
-from harness.baseline import pick_baseline, write_baselines
+from harness.baseline import pick_baseline, pick_baselines, write_baselines
 from harness.check import Status
 from harness.evaluate import Outcome
+from harness.results import Recorder, Stamp, read_rows, to_row
+from reference.peers.fla import FLA
 
 
 def outcome(implementation, version, scope, *times, status=Status.PASS):
     return Outcome("c", implementation, version, scope, "oj", status, "why" * (not times), times)
+
+
+def rows(*outcomes):
+    return [to_row(found, Stamp("some-gpu", "2026-01-01", "r")) for found in outcomes]
 
 
 NAIVE = outcome("gdn_ladder", "v1", "core", 4.0, 5.0, 6.0)
@@ -25,7 +32,8 @@ FASTER_BUT_WRONG = outcome("flash_qla", "0.1", "full", status=Status.WRONG)
 
 
 def test_the_fastest_right_full_forward_of_a_peer_counts():
-    found = pick_baseline("c", [SLOW, OURS, FAST_CORE, FASTER_BUT_WRONG, FAST, NAIVE])
+    other = replace(outcome("fla", "0.6", "full", 0.5), case="other")
+    found = pick_baseline("c", rows(SLOW, OURS, FAST_CORE, FASTER_BUT_WRONG, FAST, NAIVE, other))
     assert (found.t60_ms, found.t100_ms) == (5.0, 1.0)
     assert found.t60_implementation == "gdn_ladder v1"
     assert found.t100_implementation == "flashinfer 0.7"
@@ -35,23 +43,31 @@ def test_the_fastest_right_full_forward_of_a_peer_counts():
     "outcomes, message",
     [
         ([FAST], "no t60, gdn_ladder v1 is not measured"),
-        ([FAST, outcome("gdn_ladder", "v1", "core", status=Status.TIMEOUT)], "v1 is TIMEOUT: why"),
+        ([FAST, outcome("gdn_ladder", "v1", "core", status=Status.TIMEOUT)], "v1 is TIMEOUT"),
         ([NAIVE, OURS, FAST_CORE], "no t100, no peer's full forward is right"),
-        ([NAIVE, FASTER_BUT_WRONG], "flash_qla WRONG: why"),
+        ([NAIVE, FASTER_BUT_WRONG], "flash_qla WRONG"),
         ([NAIVE, outcome("fla", "0.6", "full", 7.0)], "must be longer"),
     ],
 )
 def test_what_is_no_baseline_is_refused(outcomes, message):
     with pytest.raises(ValueError, match=message):
-        pick_baseline("c", outcomes)
+        pick_baseline("c", rows(*outcomes))
 
 
 def test_written_baselines_are_loaded(tmp_path):
-    found = pick_baseline("c", [NAIVE, FAST])
+    found = pick_baseline("c", rows(NAIVE, FAST))
     path = write_baselines("some-gpu", [found], {"protocol": "oj"}, tmp_path)
     assert path == tmp_path / "some-gpu.csv"
     assert load_baselines("some-gpu", tmp_path) == {"c": found}
     assert load_provenance("some-gpu", tmp_path) == {"protocol": "oj"}
+
+
+def test_cases_without_a_baseline_are_listed():
+    measured = rows(NAIVE, FAST)
+    names = [case.name for case in load_cases()]
+    found, refused = pick_baselines([replace(row, case=names[0]) for row in measured])
+    assert [each.case for each in found] == names[:1]
+    assert [line.split(":")[0] for line in refused] == names[1:]
 
 
 @pytest.mark.parametrize("command", [baseline, bench])
@@ -75,3 +91,79 @@ def test_the_benchmarks_lines_and_means():
     assert lines[3].split()[-1] == "3.000"
     assert lines[4].split()[-1] == "WRONG"
     assert lines[-1].split() == ["core", "oj", "flash_qla", "0.1", "1", "3.000"]
+
+
+class FakeSession:
+    """Gives every entry one time: the ladder 5 ms, this package 0.5, peers 1."""
+
+    def __init__(self, device, plans, **_):
+        self.plans = plans
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def compare(self, case, entries):
+        times = {"gdn_ladder": 5.0, "gdn_prefill": 0.5, "gdn_prefill_fresh": 0.6}
+        return [
+            Outcome(
+                case.name,
+                entry.implementation,
+                entry.version or "1",
+                entry.scope,
+                plan.protocol.value,
+                Status.PASS,
+                times_ms=(times.get(entry.implementation, 1.0),),
+            )
+            for entry in entries
+            for plan in self.plans
+        ]
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """The commands on a machine that times, their files under tmp_path."""
+    for command in (baseline, bench):
+        monkeypatch.setattr(command, "Session", FakeSession)
+        monkeypatch.setattr(command, "why_untimed", lambda _: None)
+        monkeypatch.setattr(command, "available_peers", lambda: ([FLA()], ["x left out: y"]))
+        monkeypatch.setattr(
+            command, "Recorder", lambda *arguments: Recorder(*arguments, root=tmp_path)
+        )
+    monkeypatch.setattr(baseline, "write_baselines", partial(write_baselines, directory=tmp_path))
+    return tmp_path
+
+
+def test_baselines_are_written_once_all_cases_are_measured(measured, capsys):
+    names = [case.name for case in load_cases()]
+    assert baseline.main(["--case", names[0]]) == 1
+    assert "the baselines stay as they are" in capsys.readouterr().err
+    rest = [argument for name in names[1:] for argument in ("--case", name)]
+    assert baseline.main(rest) == 0
+    (device,) = {path.stem for path in measured.glob("*.csv")}
+    found = load_baselines(device, measured)
+    assert list(found) == names
+    assert {(each.t60_ms, each.t100_ms) for each in found.values()} == {(5.0, 1.0)}
+    assert load_provenance(device, measured)["warmup"] == 10
+    assert len(read_rows(measured / device / "baseline.csv")) == 4 * len(names)
+
+
+def test_the_benchmark_records_both_protocols_and_scopes(measured, capsys):
+    assert bench.main(["--case", "chain_equal", "--name", "mine", "--version", "v1"]) == 0
+    (path,) = measured.glob("*/mine.csv")
+    found = {(row.implementation, row.scope, row.protocol) for row in read_rows(path)}
+    assert found == {
+        (implementation, scope, protocol)
+        for implementation, scope in (
+            ("gdn_prefill", "core"),
+            ("gdn_prefill", "full"),
+            ("gdn_prefill_fresh", "core"),
+            ("fla", "full"),
+        )
+        for protocol in ("oj", "graph")
+    }
+    printed = capsys.readouterr()
+    assert "x left out: y" in printed.err
+    assert printed.out.splitlines()[-1].split() == ["full", "graph", "fla", "1", "1", "2.000"]

@@ -12,6 +12,7 @@ from harness.evaluate import Outcome
 from harness.results import (
     COLUMNS,
     RESULTS,
+    Recorder,
     Row,
     Stamp,
     begin_metadata,
@@ -147,6 +148,40 @@ def test_outcomes_become_rows_and_their_times_are_kept(tmp_path):
     samples = json.loads(path.with_suffix(".samples.json").read_text())
     assert [sample["times_ms"] for sample in samples] == [[3.0, 1.0, 2.0]]
     assert read_rows(path) == rows
+
+
+def test_merging_keeps_the_other_measurements(tmp_path):
+    first = Outcome("a", "fla", "1", "full", "oj", Status.PASS, times_ms=(1.0,))
+    other = replace(first, case="b", times_ms=(2.0,))
+    again = replace(first, times_ms=(3.0,))
+    stamp = Stamp("gpu", "2026-01-01", "r")
+
+    def write(outcome, run, merge=True):
+        rows, metadata = [to_row(outcome, stamp)], {"date": run}
+        return write_results("x", rows, metadata, [outcome], root=tmp_path, merge=merge)
+
+    write(first, 1)
+    write(other, 2)
+    write(again, 3)
+    path = write(again, 3)
+    assert [(row.case, row.median_ms) for row in read_rows(path)] == [("b", 2.0), ("a", 3.0)]
+    samples = json.loads(path.with_suffix(".samples.json").read_text())
+    assert [sample["times_ms"] for sample in samples] == [[2.0], [3.0]]
+    metadata = json.loads(path.with_suffix(".json").read_text())
+    assert metadata["date"] == 3
+    assert [earlier["date"] for earlier in metadata["earlier"]] == [1, 2]
+    assert len(read_rows(write(first, 4, merge=False))) == 1
+
+
+def test_a_run_is_recorded_as_it_goes(tmp_path):
+    stamp = Stamp("gpu", "2026-01-01", "r")
+    recorder = Recorder("x", stamp, root=tmp_path)
+    first = Outcome("a", "fla", "1", "full", "oj", Status.PASS, times_ms=(1.0,))
+    assert len(read_rows(recorder.add([first]))) == 1
+    path = recorder.add([replace(first, case="b")], hidden_seed=5)
+    assert [row.case for row in read_rows(path)] == ["a", "b"]
+    metadata = json.loads(path.with_suffix(".json").read_text())
+    assert (metadata["revision"], metadata["hidden_seed"]) == ("r", 5)
 
 
 def test_metadata_says_what_it_was_measured_with():
