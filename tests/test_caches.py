@@ -30,11 +30,24 @@ def test_counters_tell_hits_misses_and_evictions():
 
 
 def test_discard_if_drops_what_matches_only():
-    cache = BoundedCache(4)
+    evicted = []
+    cache = BoundedCache(4, on_evict=evicted.append)
     for number in range(4):
         cache.put(number, number)
     cache.discard_if(lambda value: value % 2)
     assert cache.values() == [0, 2]
+    assert evicted == [1, 3]
+
+
+def test_a_peek_neither_counts_nor_saves_from_eviction():
+    cache = BoundedCache(2)
+    cache.put("a", 1)
+    cache.put("b", 2)
+    assert cache.peek("a") == 1
+    assert cache.peek("c") is None
+    cache.put("c", 3)
+    assert cache.peek("a") is None
+    assert cache.info().hits == cache.info().misses == 0
 
 
 def test_capacity_must_hold_something():

@@ -199,6 +199,30 @@ def test_a_view_of_another_length_at_the_same_address_is_another_call():
     assert torch.equal(result[0], fresh[0]) and torch.equal(result[1], fresh[1])
 
 
+def test_a_tensor_reshaped_in_place_is_another_call():
+    inputs = make_inputs(small(T=256), "cuda")
+    call = arguments(inputs)
+    for _ in range(4):
+        gdn_prefill.gdn_prefill_forward(*call, reuse_outputs=True)
+    call[4].resize_(1, 128, 4)
+    with pytest.raises(ValueError, match="beta has shape"):
+        gdn_prefill.gdn_prefill_forward(*call, reuse_outputs=True)
+    for tensor in call[:6]:
+        tensor.resize_(1, 128, *tensor.shape[2:])
+    result = gdn_prefill.gdn_prefill_forward(*call, reuse_outputs=True)
+    fresh = gdn_prefill.gdn_prefill_forward(*call)
+    assert torch.equal(result[0], fresh[0]) and torch.equal(result[1], fresh[1])
+
+
+def test_calls_are_forgotten_with_their_tensors():
+    call = arguments(make_inputs(small(), "cuda"))
+    for _ in range(4):
+        gdn_prefill.gdn_prefill_forward(*call, reuse_outputs=True)
+    assert len(RUNTIME._recent) == 1
+    del call
+    assert len(RUNTIME._recent) == 0
+
+
 def test_streams_have_buffers_of_their_own():
     case = small()
     inputs = make_inputs(case, "cuda")

@@ -43,24 +43,30 @@ class BoundedCache:
             self._entries.move_to_end(key)
             return value
 
+    def peek(self, key: Hashable) -> Any | None:
+        """The value of key, or None; neither counted nor taken as a use."""
+        return self._entries.get(key)
+
     def put(self, key: Hashable, value: Any) -> Any:
         """Store value under key, dropping the least recently used when full; returns value."""
         with self._lock:
             self._entries[key] = value
             self._entries.move_to_end(key)
             while len(self._entries) > self.capacity:
-                _, evicted = self._entries.popitem(last=False)
-                self._evictions += 1
-                if self._on_evict is not None:
-                    self._on_evict(evicted)
+                self._evict(next(iter(self._entries)))
         return value
 
     def discard_if(self, predicate: Callable[[Any], bool]) -> None:
         """Drop every entry whose value satisfies predicate."""
         with self._lock:
             for key in [key for key, value in self._entries.items() if predicate(value)]:
-                del self._entries[key]
-                self._evictions += 1
+                self._evict(key)
+
+    def _evict(self, key: Hashable) -> None:
+        value = self._entries.pop(key)
+        self._evictions += 1
+        if self._on_evict is not None:
+            self._on_evict(value)
 
     def values(self) -> list[Any]:
         return list(self._entries.values())

@@ -12,9 +12,9 @@ D obeys the recurrence of N. With Gamma the decay from the segment's start to th
 
     V_new = A (beta (V - gamma K N))    N <- gamma_last N + (exp(g_last - g) K)^T V_new
 
-makes N from V, and the same two lines make D where -Gamma gamma K stands in place of V. So one kernel
-computes both, and a transition costs what a local state costs. Nothing is cut off and nothing is
-inverted: every exponential is of a sum of log decays, none of which is positive.
+makes N from V, and the same two lines make D where -Gamma gamma K stands in place of V. So one
+kernel computes both, and a transition costs what a local state costs. Nothing is cut off and
+nothing is inverted: every exponential is of a sum of log decays, none of which is positive.
 
 In the summary kernel the chain of a chunk is two products. A warp group beside it prepares
 
@@ -94,8 +94,8 @@ class SummaryConfig:
         pool = REGISTERS_PER_BLOCK // WARP_GROUP
         if asked > pool or any(count % 8 for count in self.registers):
             raise ValueError(
-                f"registers={self.registers} must be multiples of 8; {STATE_GROUPS} state groups and "
-                f"two others ask for {asked} of {pool}"
+                f"registers={self.registers} must be multiples of 8; {STATE_GROUPS} state groups "
+                f"and two others ask for {asked} of {pool}"
             )
 
     @property
@@ -175,13 +175,12 @@ def summary_state_role(config, place, inputs, tiles, barriers, registers):
     """The serial chain, in registers; the products of two chunks overlap."""
     for half in DK_HALVES:
         T.clear(registers.state[half])
-    if config.use_initial_state:
-        if place.segment == 0:
-            for half in DK_HALVES:
-                for i, j in T.Parallel(HEAD_DIM, TILE):
-                    registers.state[half][i, j] = inputs.initial_state[
-                        place.batch, place.head, half * TILE + j, i
-                    ]
+    if config.use_initial_state and place.segment == 0:
+        for half in DK_HALVES:
+            for i, j in T.Parallel(HEAD_DIM, TILE):
+                registers.state[half][i, j] = inputs.initial_state[
+                    place.batch, place.head, half * TILE + j, i
+                ]
 
     T.barrier_wait(barriers.prepared[0], 0)
     multiply_values(0, tiles, registers)
@@ -334,23 +333,23 @@ def summary_gate_warps(config, place, token, inputs, tiles, barriers, gates):
             tiles.keep[stage] = gates.keep[0]
         T.barrier_wait(barriers.inputs_landed[stage], (chunk // config.stages) % 2)
         arrive_warp(barriers.inputs_ready, stage)
-    if place.is_transition:
-        if token == 0:
-            inputs.decays[place.segment - 1, place.batch, place.head] = gates.decayed[0]
+    if place.is_transition and token == 0:
+        inputs.decays[place.segment - 1, place.batch, place.head] = gates.decayed[0]
 
 
 def summary_kernel(config: SummaryConfig):
     """Build the summary kernel as a TileLang PrimFunc.
 
     Arguments of the PrimFunc, with B, T, segments >= 2 and middle = max(segments - 2, 1) dynamic:
-    k [B, T, Hq, 128] bf16, v [B, T, Hv, 128] bf16, A [B, T, Hv, 64] bf16, g_cumsum, beta [B, T, Hv]
-    fp32, initial_state [B, Hv, 128, 128] fp32 (a one-element dummy unless
-    config.use_initial_state), states [segments - 1, B, Hv, 128 (dv), 128 (dk)] fp32, transitions and
-    residuals [middle, B, Hv, 128 (dv), 128 (dk)] bf16 (residuals: a one-element dummy unless
-    config.residual), decays [middle, B, Hv] fp32, chunks_per_segment int32. Segment s < segments - 1
-    must be chunks_per_segment full chunks. states[s] becomes N of segment s, and for s = 0 the state
-    at its end; transitions[s - 1] (+ residuals[s - 1]) becomes D^T and decays[s - 1] gamma_segment
-    of segment s, 0 < s < segments - 1.
+    k [B, T, Hq, 128] bf16, v [B, T, Hv, 128] bf16, A [B, T, Hv, 64] bf16, g_cumsum, beta [B, T,
+    Hv] fp32, initial_state [B, Hv, 128, 128] fp32 (a one-element dummy unless
+    config.use_initial_state), states [segments - 1, B, Hv, 128 (dv), 128 (dk)] fp32, transitions
+    and residuals [middle, B, Hv, 128 (dv), 128 (dk)] bf16 (residuals: a one-element dummy unless
+    config.residual), decays [middle, B, Hv] fp32, chunks_per_segment int32.
+
+    Every segment but the last must be chunks_per_segment full chunks. states[s] becomes N of
+    segment s, and for s = 0 the state at its end; transitions[s - 1] (+ residuals[s - 1]) becomes
+    D^T and decays[s - 1] gamma_segment of segment s, 0 < s < segments - 1.
     """
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
     boundaries, middle = T.dynamic("boundaries"), T.dynamic("middle")
@@ -577,9 +576,9 @@ def scan_kernel(config: ScanConfig):
     """Build the scan kernel as a TileLang PrimFunc.
 
     Arguments of the PrimFunc, as the summary kernel leaves them: states [segments - 1, B, Hv, 128,
-    128] fp32, transitions, residuals [middle, B, Hv, 128, 128] bf16 (residuals: a one-element dummy
-    unless config.residual), decays [middle, B, Hv] fp32. On return states[s] is the state at the end
-    of segment s. With two segments there is nothing to scan and nothing changes.
+    128] fp32, transitions, residuals [middle, B, Hv, 128, 128] bf16 (residuals: a one-element
+    dummy unless config.residual), decays [middle, B, Hv] fp32. On return states[s] is the state at
+    the end of segment s. With two segments there is nothing to scan and nothing to launch.
     """
     batch = T.dynamic("batch")
     boundaries, middle = T.dynamic("boundaries"), T.dynamic("middle")
@@ -632,6 +631,18 @@ def scan_kernel(config: ScanConfig):
 
 
 # --- segmented four-group forward kernel
+SEGMENT_REGISTERS = {32: (160, 160, 152, 40), 64: (160, 160, 152, 40), 128: (168, 152, 152, 40)}
+
+
+def segment_forward_config(
+    heads_q: int, heads_v: int, block_dv: int, use_initial_state: bool = False
+) -> forward.ForwardConfig:
+    """The forward configuration that holds a segment's coordinates without spilling."""
+    return forward.ForwardConfig(
+        heads_q, heads_v, block_dv, use_initial_state, registers=SEGMENT_REGISTERS[block_dv]
+    )
+
+
 @dataclass(frozen=True)
 class SegmentTokens:
     """A tensor [B, T, ...] whose tokens are counted from the first of a segment."""
@@ -682,12 +693,11 @@ def segment_state_role(config, place, inputs, tiles, barriers):
         T.barrier_wait(barriers.decayed_ready, chunk % 2)
         T.gemm(tiles.k[stage, :, :], tiles.decayed, state_fragment, transpose_A=True)
         T.barrier_arrive(barriers.inputs_free[stage])
-    if config.store_final_state:
-        if place.segment == place.segments - 1:
-            T.copy(
-                state_fragment,
-                inputs.final_state[place.batch, place.head, 0:HEAD_DIM, place.dv : place.dv + dv],
-            )
+    if config.store_final_state and place.segment == place.segments - 1:
+        T.copy(
+            state_fragment,
+            inputs.final_state[place.batch, place.head, 0:HEAD_DIM, place.dv : place.dv + dv],
+        )
 
 
 def segment_forward_kernel(config: forward.ForwardConfig):
