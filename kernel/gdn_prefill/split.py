@@ -1,0 +1,194 @@
+"""Host side of the exact split over time: how a sequence is cut, what it needs, what is launched.
+
+Nothing here imports TileLang or touches a device at import; shapes in, shapes and numbers out. The
+kernels are in kernels/split.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+CHUNK = 64
+HEAD_DIM = 128
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """A sequence of `chunks` chunks cut into segments of chunks_per_segment; the last is shorter.
+
+    chunks_per_segment must leave at least two segments.
+    """
+
+    chunks: int
+    chunks_per_segment: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunks_per_segment < self.chunks:
+            raise ValueError(
+                f"chunks_per_segment={self.chunks_per_segment} must be from 1 to chunks - 1 = "
+                f"{self.chunks - 1}: a split has at least two segments"
+            )
+
+    @property
+    def segments(self) -> int:
+        return -(-self.chunks // self.chunks_per_segment)
+
+    @property
+    def scan_steps(self) -> int:
+        """Segments whose transition is needed: all but the first and the last."""
+        return self.segments - 2
+
+    def summary_ctas(self, states: int) -> int:
+        """CTAs of the summary launch for `states` = B * Hv states."""
+        return states * (2 * self.segments - 3)
+
+    def forward_ctas(self, states: int, block_dv: int) -> int:
+        return states * self.segments * (HEAD_DIM // block_dv)
+
+
+def plan_segments(tokens: int, segments: int) -> SegmentPlan:
+    """The plan of at most `segments` segments of equal length; ValueError below two chunks."""
+    if tokens < 1 or segments < 2:
+        raise ValueError(f"tokens={tokens} must be at least 1, segments={segments} at least 2")
+    chunks = -(-tokens // CHUNK)
+    return SegmentPlan(chunks, -(-chunks // segments))
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Shape and dtype name of one temporary tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * BYTES[self.dtype]
+
+
+def workspaces(plan: SegmentPlan, B: int, Hv: int, products: int = 3) -> dict[str, Workspace]:
+    """The temporaries of a split call, by the names of the kernels' arguments.
+
+    products: those of the scan (1, 2 or 3); below 3 residuals is a one-element dummy. All are
+    written before they are read: none needs clearing.
+    """
+    if products not in (1, 2, 3):
+        raise ValueError(f"products={products} must be 1, 2 or 3")
+    middle = max(plan.scan_steps, 1)
+    square = (B, Hv, HEAD_DIM, HEAD_DIM)
+    return {
+        "states": Workspace((plan.segments - 1, *square), "float32"),
+        "transitions": Workspace((middle, *square), "bfloat16"),
+        "residuals": Workspace((middle, *square) if products == 3 else (1,), "bfloat16"),
+        "decays": Workspace((middle, B, Hv), "float32"),
+    }
+
+
+@dataclass(frozen=True)
+class SplitLaunchers:
+    """The three compiled kernels; each is called with the arguments of its PrimFunc."""
+
+    summary: Callable[..., Any]
+    scan: Callable[..., Any]
+    forward: Callable[..., Any]
+
+
+def split_forward(
+    launchers: SplitLaunchers,
+    plan: SegmentPlan,
+    temporaries: Mapping[str, Any],
+    inputs: tuple,
+    initial_state,
+    output,
+    final_state,
+    scale: float,
+) -> None:
+    """Launch the split forward pass on the current stream: two launches, or three with a scan.
+
+    temporaries: tensors of `workspaces`. inputs: q, k, v, g_cumsum, beta, A. initial_state: the
+    tensor, or the one-element dummy of kernels built without it. output and final_state are
+    written whole. Everything is ordered by the stream, allocates nothing and can be captured.
+    """
+    for _, launch in split_launches(
+        launchers, plan, temporaries, inputs, initial_state, output, final_state, scale
+    ):
+        launch()
+
+
+def split_launches(
+    launchers: SplitLaunchers,
+    plan: SegmentPlan,
+    temporaries: Mapping[str, Any],
+    inputs: tuple,
+    initial_state,
+    output,
+    final_state,
+    scale: float,
+) -> tuple[tuple[str, Callable[[], Any]], ...]:
+    """The launches of `split_forward` in order, each with its name, for callers that time them."""
+    q, k, v, g_cumsum, beta, A = inputs
+    states, transitions, residuals, decays = (
+        temporaries[name] for name in ("states", "transitions", "residuals", "decays")
+    )
+    length = plan.chunks_per_segment
+
+    def summary():
+        launchers.summary(
+            k, v, A, g_cumsum, beta, initial_state, states, transitions, residuals, decays, length
+        )
+
+    def scan():
+        launchers.scan(states, transitions, residuals, decays)
+
+    def forward():
+        launchers.forward(
+            q, k, v, g_cumsum, beta, A, initial_state, states, output, final_state, scale, length
+        )
+
+    middle = (("scan", scan),) if plan.scan_steps else ()
+    return (("summary", summary), *middle, ("forward", forward))
+
+
+@dataclass(frozen=True)
+class SplitTimes:
+    """Microseconds that predict a call: a launch costs fixed + waves of CTAs * chunks * chunk.
+
+    forward_chunk maps block_dv to the time of a chunk of the segmented forward kernel; scan_step is
+    the time of one segment of the scan.
+    """
+
+    summary_fixed: float
+    summary_chunk: float
+    scan_fixed: float
+    scan_step: float
+    forward_fixed: float
+    forward_chunk: Mapping[int, float]
+
+    def predict(self, plan: SegmentPlan, states: int, block_dv: int, sm_count: int) -> float:
+        """Microseconds of the split call of `states` = B * Hv states."""
+        length = plan.chunks_per_segment
+        summary = -(-plan.summary_ctas(states) // sm_count) * length * self.summary_chunk
+        forward_waves = -(-plan.forward_ctas(states, block_dv) // sm_count)
+        forward = forward_waves * length * self.forward_chunk[block_dv]
+        scan = self.scan_fixed + plan.scan_steps * self.scan_step if plan.scan_steps else 0.0
+        return self.summary_fixed + summary + scan + self.forward_fixed + forward
+
+    def best(
+        self, chunks: int, states: int, sm_count: int, max_segments: int = 64
+    ) -> tuple[float, SegmentPlan, int] | None:
+        """(microseconds, plan, block_dv) of the fastest split, or None where none is possible."""
+        lengths = {-(-chunks // segments) for segments in range(2, max_segments + 1)}
+        plans = [SegmentPlan(chunks, length) for length in lengths if length < chunks]
+        choices = [
+            (self.predict(plan, states, block_dv, sm_count), -plan.chunks_per_segment, block_dv)
+            for plan in plans
+            for block_dv in self.forward_chunk
+        ]
+        if not choices:
+            return None
+        time, length, block_dv = min(choices)
+        return time, SegmentPlan(chunks, -length), block_dv
