@@ -122,7 +122,7 @@ class Compiler:
             if target is not None:
                 steps.insert(target, steps.pop(edited))
                 self.moved = self.settled = True
-        if self.scope.depth == 0:
+        if self.scope.depth == 0 and not self.scope.parallel:
             self.insert_syncs(s.seq, steps)
         return sequence(steps)
 

@@ -158,3 +158,22 @@ def test_wide_role_whose_groups_wait_for_barriers_of_their_own():
         report = run(program, a, b, c, schedule=schedule)
         assert report.ok, str(report)
         torch.testing.assert_close(c.double(), 2 * a.double() @ b.double(), rtol=1e-2, atol=1e-2)
+
+
+def test_nests_with_several_statements_need_no_sync_inside():
+    """All threads store to and read one shared buffer, in one nest and in the next."""
+
+    @T.prim_func
+    def kernel(x: T.Tensor((64,), FP32), y: T.Tensor((64,), FP32)):
+        with T.Kernel(1, threads=128) as _:
+            row_shared = T.alloc_shared((64,), FP32)
+            for _n in T.serial(2):
+                for i in T.Parallel(64):
+                    row_shared[i] = x[i]
+                    row_shared[i] = row_shared[i] * 2.0
+                for i in T.Parallel(64):
+                    y[i] = row_shared[63 - i]
+
+    x, y = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
+    assert run(kernel, x, y).ok
+    np.testing.assert_array_equal(y, 2 * x[::-1])
