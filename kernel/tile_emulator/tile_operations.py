@@ -278,9 +278,16 @@ def gemm_step(compiler, call, waits: bool) -> Step:
     return Step(run)
 
 
+def multiply(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x @ y in fp32; of integers in int32, through float64, which is exact for 8-bit operands."""
+    if x.dtype.kind in "iu":
+        return (x.astype(np.float64) @ y.astype(np.float64)).astype(np.int64).astype(np.int32)
+    return x @ y
+
+
 def accumulate(role: Role, region, x: np.ndarray, y: np.ndarray, fresh: bool) -> None:
     tile = region.tile
-    product = (x @ y).reshape(region.extent)
+    product = multiply(x, y).reshape(region.extent)
     if not fresh:
         if tile.ready is not True and not np.all(tile.ready[region.key]):
             role.cta.issue(

@@ -89,6 +89,28 @@ def test_gemm(transpose_a, transpose_b):
     )
 
 
+def test_gemm_of_int8_sums_in_int32():
+    @T.prim_func
+    def kernel(
+        a: T.Tensor((64, 128), "int8"),
+        b: T.Tensor((64, 128), "int8"),
+        c: T.Tensor((64, 64), "int32"),
+    ):
+        with T.Kernel(1, threads=128) as _:
+            a_shared = T.alloc_shared((64, 128), "int8")
+            b_shared = T.alloc_shared((64, 128), "int8")
+            c_fragment = T.alloc_fragment((64, 64), "int32")
+            T.copy(a, a_shared)
+            T.copy(b, b_shared)
+            T.gemm(a_shared, b_shared, c_fragment, transpose_B=True, clear_accum=True)
+            T.copy(c_fragment, c)
+
+    a, b = (np.full((64, 128), value, np.int8) for value in (-128, 127))
+    c = np.zeros((64, 64), np.int32)
+    assert run(kernel, a, b, c).ok
+    np.testing.assert_array_equal(c, -128 * 127 * 128)
+
+
 def test_wgmma_of_a_register_operand_in_flight():
     @T.prim_func
     def kernel(
