@@ -115,7 +115,8 @@ class Detector:
         if last is None:
             last = tile.last_read[stamp.clock] = np.zeros(tile.arr.shape, np.int32)
         last[index] = self.record(role, stamp, is_async, "read", partner)
-        tile.reader_lane = self.note_lanes(tile, tile.reader_lane, index, lanes)
+        if not is_async:
+            tile.reader_lane = self.note_lanes(tile, tile.reader_lane, index, lanes)
 
     def write(
         self,
@@ -222,24 +223,22 @@ class Detector:
         column = 0 if last.verb == "write" else 1
         if role.role_synced[column] >= last.time:
             return
-        if not is_async:
-            if lanes is None and last.partner is not None and last.partner == partner:
+        if lanes is None and not is_async and last.partner is not None and last.partner == partner:
+            return
+        record = tile.writer_lane if column == 0 else tile.reader_lane
+        if lanes is not None and record is not None:
+            ids = np.asarray(
+                (tile.last_write if column == 0 else tile.last_read[role.reads])[index]
+            )
+            here = ids == number
+            other = np.asarray(record[index])[here]
+            mine = np.broadcast_to(lanes, ids.shape)[here]
+            if (other == mine).all():
                 return
-            record = tile.writer_lane if column == 0 else tile.reader_lane
-            if lanes is not None and record is not None:
-                ids = tile.last_write if column == 0 else tile.last_read[role.reads]
-                here = np.broadcast_to(ids[index] == number, np.shape(lanes))
-                other, mine = (
-                    np.broadcast_to(record[index], np.shape(lanes))[here],
-                    np.asarray(lanes)[here],
-                )
-                if (other == mine).all():
-                    return
-                same_warp = (other >= 0).all() and (
-                    role.threads[other] // WARP == role.threads[mine] // WARP
-                ).all()
-                if same_warp and role.warp_synced[column] >= last.time:
-                    return
+            warps = role.threads // WARP
+            same_warp = (other >= 0).all() and (warps[other] == warps[mine]).all()
+            if same_warp and role.warp_synced[column] >= last.time:
+                return
         what = f"async {verb}" if is_async else verb
         self.issue(
             role,

@@ -41,3 +41,14 @@ def rounded(x, dtype: str):
     if dtype == "bool":
         return bool(x)
     return int(x)
+
+
+def to_device(x: np.ndarray, dtype: str) -> np.ndarray:
+    """A storage array as the device holds it (contiguous, in the device's dtype)."""
+    return np.ascontiguousarray(x, NARROW.get(dtype, dtype))
+
+
+def from_device(x: np.ndarray, dtype: str, target: str) -> np.ndarray:
+    """Device elements of one dtype, taken bit by bit as another of the same size, as storage."""
+    raw = np.ascontiguousarray(x, NARROW.get(dtype, dtype))
+    return raw.view(NARROW.get(target, target)).astype(storage(target))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -254,22 +255,27 @@ class Expressions:
 
     # ---- buffers ----
     def spec_of(self, buffer) -> BufferSpec:
-        """The allocation a buffer names.  Raises UnsupportedOperation for a view with another
-        dtype.
+        """The buffer that a name stands for: its allocation, or a per-thread view of one.
+
+        Raises UnsupportedOperation for a view of a tile with another dtype or shape.
         """
         spec = self.scope.buffers.get(hash(buffer.data))
         if spec is None:
             raise UnsupportedOperation(f"buffer {buffer.name}: its allocation was not seen")
-        if spec.scope != "global" and str(buffer.dtype) != spec.dtype:
+        if spec.scope == "global":
+            return spec
+        shape = tuple(int_of(n) for n in buffer.shape)
+        if (str(buffer.dtype), shape) == (spec.dtype, spec.shape):
+            return spec
+        if not spec.is_per_thread:
             raise UnsupportedOperation(
-                f"buffer {buffer.name}: a view of {spec.name} with another dtype"
+                f"buffer {buffer.name}: a view of {spec.name} with another dtype or shape"
             )
-        return spec
+        return replace(spec, dtype=str(buffer.dtype), shape=shape, is_view=True)
 
     def index(self, buffer, indices) -> Callable[[Role, tuple], Where]:
         make = compile_nest_index if self.scope.parallel else compile_thread_index
-        shape = self.scope.buffers[hash(buffer.data)].shape
-        return make(self, str(buffer.name), indices, shape)
+        return make(self, str(buffer.name), indices, self.spec_of(buffer).shape)
 
     def compile_BufferLoad(self, e) -> Closure:
         spec = self.spec_of(e.buffer)
@@ -298,6 +304,8 @@ class Expressions:
 
         def load(role):
             local: Local = role.buffers[key]
+            if spec.is_view:
+                local = local.seen_as(spec)
             at = index(role, shape)
             where = at.key
             if local.per_thread:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .dtypes import storage
+from .dtypes import from_device, item_bytes, storage
 
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """An allocation of the kernel.  key is the hash of its data Var; scope is TileLang's scope
-    string.
+    """An allocation of the kernel, or a view of its bytes under another dtype and shape.
+
+    key is the hash of its data Var; scope is TileLang's scope string.
     """
 
     key: int
@@ -20,6 +21,7 @@ class BufferSpec:
     shape: tuple[int, ...]
     dtype: str
     scope: str
+    is_view: bool = False
 
     @property
     def is_shared(self) -> bool:
@@ -95,6 +97,28 @@ class Local:
         self.per_thread = False
         self.ready = np.zeros(spec.shape, bool) if init else None
 
+    def seen_as(self, spec: BufferSpec) -> Local:
+        """A copy whose elements are this buffer's bytes under another dtype and shape."""
+        other = Local(spec, self.width, False)
+        other.per_thread = self.per_thread
+        lead = self.arr.shape[: self.per_thread]
+        flat = self.arr.reshape(*lead, -1)
+        other.arr = from_device(flat, self.dtype, spec.dtype).reshape(*lead, *spec.shape)
+        if self.ready is not None:
+            ready = regroup(self.ready.reshape(*lead, -1), self.dtype, spec.dtype)
+            other.ready = ready.reshape(*lead, *spec.shape)
+        return other
+
+    def take_from(self, other: Local, shape: tuple[int, ...]) -> None:
+        """The bytes of such a copy back into this buffer of the given shape."""
+        lead = other.arr.shape[: other.per_thread]
+        self.per_thread = other.per_thread
+        flat = other.arr.reshape(*lead, -1)
+        self.arr = from_device(flat, other.dtype, self.dtype).reshape(*lead, *shape)
+        if other.ready is not None:
+            ready = regroup(other.ready.reshape(*lead, -1), other.dtype, self.dtype)
+            self.ready = ready.reshape(*lead, *shape)
+
     def spread(self) -> None:
         """Give every thread its own copy."""
         if not self.per_thread:
@@ -109,3 +133,9 @@ class Local:
         self.arr, self.per_thread = self.arr[0].copy(), False
         if self.ready is not None:
             self.ready = self.ready[0].copy()
+
+
+def regroup(ready: np.ndarray, dtype: str, target: str) -> np.ndarray:
+    """Which elements of another dtype over the same bytes are wholly written."""
+    each = np.repeat(ready, item_bytes(dtype), axis=-1)
+    return each.reshape(*ready.shape[:-1], -1, item_bytes(target)).all(axis=-1)

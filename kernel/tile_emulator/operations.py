@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import sync_operations, tile_operations  # noqa: F401
+from . import sync_operations, tile_operations, warp_operations  # noqa: F401
 from .registry import OPERATIONS
 from .tir import PARALLEL, is_op, kind, op_name, visit
 

@@ -121,11 +121,16 @@ def compile_region(compiler, e) -> RegionMaker:
     )
 
 
-def fetch(role: Role, region: Region, is_async=False, stamp=None, partner=None) -> np.ndarray:
-    """The region's values [extent]; zero where it hangs over the edge of a global tensor."""
+def fetch(
+    role: Role, region: Region, is_async=False, stamp=None, lanes=None, partner=None
+) -> np.ndarray:
+    """The region's values [extent]; zero where it hangs over the edge of a global tensor.
+
+    lanes: the one thread that reads, where it is one.
+    """
     tile = region.tile
     if tile.tracked:
-        role.cta.detector.read(role, tile, region.key, is_async, stamp, partner=partner)
+        role.cta.detector.read(role, tile, region.key, is_async, stamp, lanes, partner)
     elif not tile.is_global:
         if role.busy and not is_async:
             role.cta.detector.fragment(role, tile, "read")

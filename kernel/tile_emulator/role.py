@@ -128,7 +128,14 @@ class Role:
 
     # ---- ordering ----
     def acquire(self, released: np.ndarray) -> None:
+        """What a wait saw happens before now.  Of the role's own accesses that is what its threads
+        have published to each other, if all of them waited.
+        """
         np.maximum(self.clocks, released, out=self.clocks)
+        if self.lanes is None:
+            own = released[0, self.own]
+            np.maximum(self.role_synced, own, out=self.role_synced)
+            np.maximum(self.warp_synced, own, out=self.warp_synced)
 
     def tick(self) -> None:
         """Later accesses are not covered by what has been published."""

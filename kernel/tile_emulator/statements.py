@@ -14,13 +14,14 @@ from .dtypes import NARROW, rounded
 from .edits import HOLDS_BACK, SYNCHRONISATION, Edit, Site
 from .errors import UnsupportedOperation
 from .expressions import Closure, Expressions
-from .indexing import Where, split_linear
+from .indexing import split_linear
 from .lanes import is_array, uniform, with_elements
 from .memory import BufferSpec, Local, Tile
 from .operations import OPERATIONS, blocks_or_is_tile_operation, is_ignored
 from .ownership import NestOwner, RegisterTiles, Touch, links_of
 from .role import WARP, WARP_GROUP, Role, Share
 from .scope import Scope
+from .statement_checks import check_collisions, one_value, touch_write
 from .steps import NOTHING, Step, repeat, sequence
 from .sync_operations import automatic_sync
 from .tir import (
@@ -472,7 +473,8 @@ class Compiler:
                 raise UnsupportedOperation(
                     f"a store to the per-thread {spec.name} inside T.Parallel"
                 )
-            return Step(local_store(spec, index, value, line))
+            base = self.scope.buffers[spec.key].shape
+            return Step(local_store(spec, base, index, value, line))
         return Step(tile_store(spec, index, value, line, common=self.scope.depth == 0))
 
 
@@ -519,25 +521,31 @@ def run_share(role: Role, run: Callable, row_axes: dict[int, int]) -> None:
         with_elements(role, mine, run)
 
 
-def local_store(spec: BufferSpec, index: Callable, value: Closure, line: str) -> Callable:
+def local_store(
+    spec: BufferSpec, base: tuple[int, ...], index: Callable, value: Closure, line: str
+) -> Callable:
+    """Store to a per-thread buffer; spec may be a view of an allocation of shape ``base``."""
     key, shape, dtype = spec.key, spec.shape, spec.dtype
     single = int(np.prod(shape)) == 1
 
     def run(role: Role):
         role.line = line
         local: Local = role.buffers[key]
+        target = local.seen_as(spec) if spec.is_view else local
         x = rounded(value(role), dtype)
         at = index(role, shape).key
         per_thread = is_array(x) or any(is_array(i) for i in at)
-        if role.lanes is None and single and not per_thread and local.per_thread:
-            local.gather()
-        if not local.per_thread and (per_thread or role.lanes is not None):
-            local.spread()
-        if local.per_thread:
+        if role.lanes is None and single and not per_thread and target.per_thread:
+            target.gather()
+        if not target.per_thread and (per_thread or role.lanes is not None):
+            target.spread()
+        if target.per_thread:
             at = (role.positions if role.lanes is None else role.lanes, *at)
-        local.arr[at] = x
-        if local.ready is not None:
-            local.ready[at] = True
+        target.arr[at] = x
+        if target.ready is not None:
+            target.ready[at] = True
+        if spec.is_view:
+            local.take_from(target, base)
         if role.cta.trace:
             role.cta.trace.thread_code(role)
 
@@ -591,48 +599,6 @@ def from_nest(x, axes: tuple[int, ...], extents: tuple[int, ...]):
     elif x.ndim < len(axes):
         x = np.broadcast_to(x, extents)
     return x if axes == tuple(range(len(axes))) else x.transpose(axes)
-
-
-def one_value(role: Role, tile: Tile, x: np.ndarray):
-    """Several threads store to one element: they must store the same value."""
-    if not (x == x.flat[0]).all() and not np.isnan(x).all():
-        role.cta.issue(
-            role,
-            "race",
-            f"several threads store different values to one element of {tile.name}",
-            tile.name,
-        )
-    return x.flat[-1]
-
-
-def check_collisions(role: Role, tile: Tile, at: Where, x: np.ndarray) -> None:
-    """Threads that store to the same element must store the same value."""
-    if "race" not in role.cta.options.checks:
-        return
-    flat = np.ravel_multi_index(at.key, tile.arr.shape)
-    unique, first = np.unique(flat, return_index=True)
-    if len(unique) == len(flat):
-        return
-    same = x[first][np.searchsorted(unique, flat)]
-    if not ((same == x) | (np.isnan(same) & np.isnan(x))).all():
-        role.cta.issue(
-            role,
-            "race",
-            f"several threads store different values to one element of {tile.name}",
-            tile.name,
-        )
-
-
-def touch_write(role: Role, tile: Tile, at: Where, partner, common: bool = False) -> None:
-    """Checks before an ordinary store to a tile."""
-    cta = role.cta
-    if tile.is_global:
-        cta.detector.global_write(role, tile, at.key, cta.number)
-    elif tile.scope.startswith("shared"):
-        stamp = cta.detector.stamp("common") if common and len(cta.roles) > 1 else None
-        cta.detector.write(role, tile, at.key, stamp=stamp, lanes=at.lanes, partner=partner)
-    elif role.busy:
-        cta.detector.fragment(role, tile, "write")
 
 
 def find_roles(compiler: Compiler) -> list[tuple[np.ndarray, Share]]:

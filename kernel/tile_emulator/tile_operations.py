@@ -89,7 +89,8 @@ def tma_copy(compiler, call) -> Step:
                 return
             role.before_async()
             stamp = role.cta.detector.stamp(role.name, "store")
-            x = fetch(role, a, is_async=True, stamp=stamp)
+            issuer = role.positions[0] if role.lanes is None else role.lanes[0]
+            x = fetch(role, a, is_async=True, stamp=stamp, lanes=issuer)
             role.stores.append((stamp.clock, stamp.time))
             if role.cta.trace:
                 role.cta.trace.store(role, a, b, stamp)
