@@ -3,6 +3,7 @@
 All of them: python -m gdn_prefill.specialisations --compile
 """
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("tilelang")
 
 from cases import load_cases  # noqa: E402
 from gdn_prefill import specialisations, toolchain  # noqa: E402
+from gdn_prefill.kernels import preprocess_fused  # noqa: E402
 
 needs_nvcc = pytest.mark.skipif(
     toolchain.unavailable() is not None, reason=f"nvcc: {toolchain.unavailable()}"
@@ -24,6 +26,9 @@ REPRESENTATIVE = {
     "forward_dv128": lambda: specialisations.forward_specialisation(8, 32, 128, True),
     "preprocess_wide": lambda: specialisations.preprocess_specialisations(16, 64),
     "preprocess_odd": lambda: specialisations.preprocess_specialisations(2, 6),
+    "fused_wide": lambda: specialisations.fused_specialisation(16, 64),
+    "fused_equal": lambda: specialisations.fused_specialisation(4, 4),
+    "fused_odd": lambda: specialisations.fused_specialisation(2, 6),
 }
 
 
@@ -54,11 +59,24 @@ def test_matrix_products_run_on_the_tensor_cores():
 
 def test_offsets_are_64_bit():
     """Token offsets are not formed in 32 bits: B T Hv 64 passes 2^31 well within memory."""
-    for item in specialisations.preprocess_specialisations(16, 64):
+    items = (
+        *specialisations.preprocess_specialisations(16, 64),
+        specialisations.fused_specialisation(16, 64),
+    )
+    for item in items:
         source = toolchain.generate(item.build(), item.pass_configs).device_source
-        accesses = [line for line in source.splitlines() if "((int64_t)row)" in line]
+        accesses = re.findall(r"\b(?:g|beta|g_cumsum|A)(?:\[| \+ )[^;]*;", source)
         assert accesses
-        assert all("((int64_t)row) * ((int64_t)tokens)" in line for line in accesses)
+        assert all(") * ((int64_t)tokens)" in access for access in accesses)
+
+
+@needs_nvcc
+def test_fused_preprocessing_leaves_room_for_its_blocks_per_sm():
+    (cost,) = costs(specialisations.fused_specialisation(16, 64))
+    reserved = 1024  # bytes of shared memory that the system keeps of each block
+    blocks = preprocess_fused.BLOCKS_PER_SM
+    assert blocks * (cost.shared_bytes + reserved) <= toolchain.SHARED_MEMORY_LIMIT + reserved
+    assert blocks * cost.threads * cost.registers <= toolchain.REGISTER_FILE
 
 
 def test_public_cases_are_served_by_shipped_kernels():

@@ -82,6 +82,18 @@ def preprocess_specialisations(heads_q: int, heads_v: int) -> tuple[Specialisati
     )
 
 
+def fused_specialisation(heads_q: int, heads_v: int) -> Specialisation:
+    """The one kernel that makes both g_cumsum and A for these heads."""
+    from .kernels import preprocess, preprocess_fused
+
+    config = preprocess.PreprocessConfig(heads_q, heads_v)
+    return Specialisation(
+        f"preprocess_hq{heads_q}_hv{heads_v}",
+        partial(preprocess_fused.fused_preprocess_kernel, config),
+        dict(preprocess_fused.PASS_CONFIGS),
+    )
+
+
 def shipped_specialisations() -> list[Specialisation]:
     """All specialisations that are compiled ahead of time, in a fixed order, names unique."""
     return list(
@@ -95,6 +107,7 @@ def shipped_specialisations() -> list[Specialisation]:
                     for state in (False, True)
                 ),
                 *preprocess_specialisations(heads_q, heads_v),
+                fused_specialisation(heads_q, heads_v),
             )
         )
     )
