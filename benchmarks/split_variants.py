@@ -372,6 +372,12 @@ def compile_all(variants) -> None:
         print(f"unsplit {key} {time.monotonic() - begin:.1f} s", flush=True)
 
 
+def gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def run_worker(arguments: list[str], timeout: float) -> tuple[list[dict], str | None]:
     """Events of one worker, and why it ended badly, if so. timeout: seconds without an event."""
     process = subprocess.Popen(
@@ -440,6 +446,9 @@ def main() -> int:
     if options.compile:
         compile_all(variants)
         return 0
+    if not gpu():
+        print("error: no CUDA device here; only --compile works without one", file=sys.stderr)
+        return 2
     if options.once:
         launch_once(variants[0])
         return 0
