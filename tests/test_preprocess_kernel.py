@@ -1,8 +1,8 @@
 """The preprocessing kernels against the float64 reference: without a GPU and on a Hopper GPU.
 
 A is compared with the float64 inverse of the same bf16 keys; what is allowed is bf16's own rounding
-of A and little more. Without a GPU the separate kernels run in the tile emulator and the fused one,
-whose merges are warp-level matrix instructions, as generated CUDA on the CPU (host_cuda).
+of A and little more. Without a GPU the kernels run in the tile emulator; the fused one, written
+for single lanes and matrix registers, runs also as generated CUDA on the CPU (host_cuda).
 """
 
 import functools
@@ -206,6 +206,17 @@ def run_on_host(tmp_path_factory):
         return g_cumsum, A
 
     return run
+
+
+@pytest.mark.parametrize(("heads_q", "heads_v"), [(1, 4), (2, 6)])
+def test_fused_emulated(heads_q, heads_v):
+    """Values, and every ordering that the detector knows: races, proxy fences, barriers."""
+    inputs = make_inputs(1, 200, heads_q, heads_v, "decay")
+    g_cumsum, A = poisoned(inputs)
+    kernel = preprocess_fused.fused_preprocess_kernel(PreprocessConfig(heads_q, heads_v))
+    tensors = inputs.k, inputs.g, inputs.beta, g_cumsum, A
+    emulate(kernel, *tensors, 3, pass_configs=preprocess_fused.PASS_CONFIGS)
+    check(inputs, g_cumsum, A, FUSED_A_ERROR)
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 127, 200])
