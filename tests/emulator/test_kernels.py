@@ -7,12 +7,13 @@ import torch
 from building import run
 
 from cases import CHUNK, HEAD_DIM, Case, make_inputs
-from gdn_prefill.kernels import forward, preprocess, resident
+from gdn_prefill.kernels import forward, preprocess, preprocess_fused, resident
 from gdn_prefill.specialisations import shipped_specialisations
 from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
 from tile_emulator import Program, adversarial
 
 TOKENS = 3 * CHUNK + 8
+PERSISTENT_CTAS = 3
 TOLERANCE = {"rtol": 5e-3, "atol": 5e-3}
 RANDOM = [f"random:{seed}" for seed in range(14)] + [f"priority:{seed}" for seed in range(6)]
 SHIPPED = {item.name: item for item in shipped_specialisations()}
@@ -35,12 +36,17 @@ def heads_of(name):
     return (heads_q[0] if heads_q else heads_v), heads_v
 
 
-def run_forward(program, pass_configs, problem, **options):
-    """(report, output, final state); what no CTA writes stays NaN."""
-    x, g_cumsum, A, *_ = problem
-    state = torch.empty(1) if x.initial_state is None else x.initial_state
+def named(*kinds):
+    return [name for name in SHIPPED if name.startswith(kinds)]
+
+
+def run_forward(program, pass_configs, problem, block_dv, heads=None, **options):
+    """Run the CTAs of some heads (all, if None) and compare what they write."""
+    x, g_cumsum, A, want, want_state = problem
+    heads_v, slices = x.v.shape[2], HEAD_DIM // block_dv
+    heads = list(range(heads_v)) if heads is None else heads
     output = torch.full_like(x.v, torch.nan)
-    final_state = torch.full((x.v.shape[0], x.v.shape[2], HEAD_DIM, HEAD_DIM), torch.nan)
+    final_state = torch.full((x.v.shape[0], heads_v, HEAD_DIM, HEAD_DIM), torch.nan)
     report = run(
         program,
         x.q,
@@ -49,92 +55,95 @@ def run_forward(program, pass_configs, problem, **options):
         g_cumsum.float(),
         x.beta,
         A.bfloat16(),
-        state,
+        torch.empty(1) if x.initial_state is None else x.initial_state,
         output,
         final_state,
         HEAD_DIM**-0.5,
         pass_configs=pass_configs,
+        blocks=lambda block: block[0] // slices % heads_v in heads,
         **options,
     )
-    return report, output, final_state
-
-
-def assert_forward(report, output, final_state, problem, heads=slice(None)):
     assert report.ok, str(report)
-    *_, want, want_state = problem
+    assert report.ctas == x.v.shape[0] * len(heads) * slices
+    assert set(report.written.values()) == {len(heads) / heads_v}
     torch.testing.assert_close(output[:, :, heads].double(), want[:, :, heads], **TOLERANCE)
     torch.testing.assert_close(final_state[:, heads].double(), want_state[:, heads], **TOLERANCE)
 
 
-def assert_forward_under_all_schedules(program, pass_configs, problem, ctas):
-    """The first CTAs, which own the first head."""
+def run_under_all_schedules(program, *arguments):
     for schedule in (*RANDOM, *adversarial(program.roles)):
-        result = run_forward(
-            program, pass_configs, problem, schedule=schedule, blocks=lambda block: block[0] < ctas
-        )
-        assert_forward(*result, problem, slice(0, 1))
+        run_forward(program, *arguments, heads=[0], schedule=schedule)
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("forward")])
+@pytest.mark.parametrize("name", named("forward"))
 def test_shipped_forward(name):
-    item = SHIPPED[name]
-    case = problem(*heads_of(name), "_init_" in name)
+    item, (heads_q, heads_v) = SHIPPED[name], heads_of(name)
+    case = problem(heads_q, heads_v, "_init_" in name)
+    block_dv = int(name.split("_dv")[1].split("_")[0])
     program = Program(item.build())
-    result = run_forward(program, item.pass_configs, case)
-    assert_forward(*result, case)
-    assert set(result[0].written.values()) == {1.0}
-    slices = result[0].ctas // case[0].v.shape[2]
-    assert_forward_under_all_schedules(program, item.pass_configs, case, slices)
+    run_forward(program, item.pass_configs, case, block_dv, sorted({0, heads_v - 1}))
+    run_under_all_schedules(program, item.pass_configs, case, block_dv)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128, 449])
 def test_forward_lengths_and_batches(tokens):
-    case = problem(1, 2, True, 2, tokens)
     config = forward.ForwardConfig(1, 2, use_initial_state=True)
-    result = run_forward(Program(forward.forward_kernel(config)), forward.PASS_CONFIGS, case)
-    assert_forward(*result, case)
+    program = Program(forward.forward_kernel(config))
+    run_forward(program, forward.PASS_CONFIGS, problem(1, 2, True, 2, tokens), config.block_dv)
 
 
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("block_dv", [64, 128])
 @pytest.mark.parametrize("tokens", [1, TOKENS, 7 * CHUNK])
 def test_resident(block_dv, state, tokens):
-    case = problem(1, 2, state, 1, tokens)
     config = resident.ResidentConfig(1, 2, block_dv, use_initial_state=state)
     program = Program(resident.resident_kernel(config))
-    assert_forward(*run_forward(program, resident.PASS_CONFIGS, case), case)
+    arguments = resident.PASS_CONFIGS, problem(1, 2, state, 1, tokens), block_dv
+    run_forward(program, *arguments)
     if tokens == TOKENS:
-        slices = HEAD_DIM // block_dv
-        assert_forward_under_all_schedules(program, resident.PASS_CONFIGS, case, slices)
+        run_under_all_schedules(program, *arguments)
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("forward")])
-def test_shipped_preprocessing(name):
-    item = SHIPPED[name]
-    x, g_cumsum, A, *_ = problem(*heads_of(name), False)
-    program = Program(item.build())
-    execute = partial(run, program, pass_configs=item.pass_configs)
-    if name.startswith("cumsum"):
-        got, want = torch.full_like(x.g, torch.nan), g_cumsum
-        arguments = (x.g, got)
-    else:
-        got, want = torch.full_like(A, torch.nan, dtype=torch.bfloat16), A
-        arguments = (x.k, g_cumsum.float(), x.beta, got)
-    report = execute(*arguments)
+def run_preprocessing(name, program, pass_configs, problem, **options):
+    """(report, [(got, want)...]) of a preprocessing kernel; what no CTA writes stays NaN."""
+    x, g_cumsum, A, *_ = problem
+    sums, inverse = torch.full_like(x.g, torch.nan), torch.full(A.shape, torch.nan).bfloat16()
+    arguments, results = {
+        "cumsum": ((x.g, sums), [(sums, g_cumsum)]),
+        "kkt": ((x.k, g_cumsum.float(), x.beta, inverse), [(inverse, A)]),
+        "preprocess": (
+            (x.k, x.g, x.beta, sums, inverse, PERSISTENT_CTAS),
+            [(sums, g_cumsum), (inverse, A)],
+        ),
+    }[name.split("_")[0]]
+    report = run(program, *arguments, pass_configs=pass_configs, **options)
     assert report.ok, str(report)
-    torch.testing.assert_close(got.double(), want, **TOLERANCE)
-    first = 2 if x.v.shape[2] > 8 else 4
+    return report, results
+
+
+@pytest.mark.parametrize("name", named("cumsum", "kkt", "preprocess"))
+def test_shipped_preprocessing(name):
+    item, heads = SHIPPED[name], heads_of(name)
+    case = problem(*heads, False, tokens=TOKENS if heads[1] <= 16 else CHUNK + 8)
+    program = Program(item.build())
+    arguments = name, program, item.pass_configs, case
+    for got, want in run_preprocessing(*arguments)[1]:
+        torch.testing.assert_close(got.double(), want, **TOLERANCE)
+    first = partial(run_preprocessing, *arguments, blocks=lambda block: block[0] == 0)
     for schedule in (*RANDOM[:2], *adversarial(program.roles)):
-        assert execute(*arguments, schedule=schedule, blocks=lambda b: b[0] < first).ok
+        first(schedule=schedule)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 65, 130])
-def test_preprocessing_lengths_and_batches(tokens):
-    x, g_cumsum, A, *_ = problem(1, 2, False, 2, tokens)
-    config = preprocess.PreprocessConfig(1, 2)
-    sums = torch.full_like(x.g, torch.nan)
-    inverse = torch.full_like(A, torch.nan, dtype=torch.bfloat16)
-    assert run(preprocess.cumsum_kernel(config), x.g, sums).ok
-    assert run(preprocess.kkt_inverse_kernel(config), x.k, sums, x.beta, inverse).ok
-    torch.testing.assert_close(sums.double(), g_cumsum, **TOLERANCE)
-    torch.testing.assert_close(inverse.double(), A, **TOLERANCE)
+@pytest.mark.parametrize("name", ["cumsum", "kkt", "preprocess"])
+def test_preprocessing_lengths_and_batches(name, tokens):
+    config = preprocess.PreprocessConfig(1, 4)
+    kernel = {
+        "cumsum": preprocess.cumsum_kernel,
+        "kkt": preprocess.kkt_inverse_kernel,
+        "preprocess": preprocess_fused.fused_preprocess_kernel,
+    }[name](config)
+    pass_configs = preprocess_fused.PASS_CONFIGS if name == "preprocess" else {}
+    case = problem(1, 4, False, 2, tokens)
+    for got, want in run_preprocessing(name, Program(kernel), pass_configs, case)[1]:
+        torch.testing.assert_close(got.double(), want, **TOLERANCE)
