@@ -266,7 +266,8 @@ def test_fused_key_tiles(heads, tiles, stages):
 def test_fused_grid():
     config = PreprocessConfig(16, 64)
     assert preprocess_fused.grid(config, 1, 65, 132) == 2 * 16
-    assert preprocess_fused.grid(config, 4, 8192, 132) == 132 * preprocess_fused.BLOCKS_PER_SM
+    assert preprocess_fused.grid(config, 4, 8192, 132) == 132 * 3
+    assert preprocess_fused.grid(PreprocessConfig(16, 16), 8, 8192, 132) == 132 * 2
 
 
 @functools.cache

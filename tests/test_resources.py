@@ -13,6 +13,7 @@ pytest.importorskip("tilelang")
 from cases import load_cases  # noqa: E402
 from gdn_prefill import specialisations, toolchain  # noqa: E402
 from gdn_prefill.kernels import preprocess_fused  # noqa: E402
+from gdn_prefill.kernels.preprocess import PreprocessConfig  # noqa: E402
 
 needs_nvcc = pytest.mark.skipif(
     toolchain.unavailable() is not None, reason=f"nvcc: {toolchain.unavailable()}"
@@ -26,9 +27,6 @@ REPRESENTATIVE = {
     "forward_dv128": lambda: specialisations.forward_specialisation(8, 32, 128, True),
     "preprocess_wide": lambda: specialisations.preprocess_specialisations(16, 64),
     "preprocess_odd": lambda: specialisations.preprocess_specialisations(2, 6),
-    "fused_wide": lambda: specialisations.fused_specialisation(16, 64),
-    "fused_equal": lambda: specialisations.fused_specialisation(4, 4),
-    "fused_odd": lambda: specialisations.fused_specialisation(2, 6),
 }
 
 
@@ -71,10 +69,12 @@ def test_offsets_are_64_bit():
 
 
 @needs_nvcc
-def test_fused_preprocessing_leaves_room_for_its_blocks_per_sm():
-    (cost,) = costs(specialisations.fused_specialisation(16, 64))
+@pytest.mark.parametrize("heads", [(16, 64), (4, 4), (2, 6), (3, 3)])
+def test_fused_preprocessing_leaves_room_for_its_blocks_per_sm(heads):
+    (cost,) = costs(specialisations.fused_specialisation(*heads))
     reserved = 1024  # bytes of shared memory that the system keeps of each block
-    blocks = preprocess_fused.BLOCKS_PER_SM
+    blocks = preprocess_fused.blocks_per_sm(PreprocessConfig(*heads))
+    assert cost.problems() == (), cost.line()
     assert blocks * (cost.shared_bytes + reserved) <= toolchain.SHARED_MEMORY_LIMIT + reserved
     assert blocks * cost.threads * cost.registers <= toolchain.REGISTER_FILE
 

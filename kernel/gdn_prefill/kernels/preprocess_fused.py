@@ -46,7 +46,6 @@ LOWER = tuple((i, j) for i in range(BLOCKS) for j in range(i))
 FRAGMENT = BLOCK * BLOCK // WARP  # elements of a 16x16 block that a lane holds
 GRAM_STRIDE = BLOCK * BLOCK + 4  # fp32 diagonal blocks, apart by 4 banks
 
-BLOCKS_PER_SM = 3
 OPERAND = "float16"
 
 # Warps and the two block-wide syncs order the shared memory; reuse of it would need more of them.
@@ -77,10 +76,15 @@ def key_stages(tiles: int) -> int:
     return 2 if tiles % 2 == 0 else 1
 
 
+def blocks_per_sm(config: PreprocessConfig) -> int:
+    """CTAs that an SM's shared memory holds: 62 KiB each with one key tile, 85 to 99 with more."""
+    return 3 if key_tiles(config) == 1 else 2
+
+
 def grid(config: PreprocessConfig, batch: int, tokens: int, sm_count: int) -> int:
     """CTAs to launch: all items at once, or what the device holds at a time."""
     items = batch * -(-tokens // CHUNK) * head_groups(config.heads_v)
-    return min(items, sm_count * BLOCKS_PER_SM)
+    return min(items, sm_count * blocks_per_sm(config))
 
 
 def below(i: int, j: int) -> int:
@@ -413,7 +417,7 @@ def fused_preprocess_kernel(config: PreprocessConfig):
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as (block,):
-            T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
+            T.annotate_min_blocks_per_sm(blocks_per_sm(config))
             tiles = SimpleNamespace(
                 k=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),
                 a=T.alloc_shared((SLOTS * CHUNK, CHUNK), bf16),
