@@ -13,7 +13,6 @@ from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
 from tile_emulator import Program, adversarial
 
 TOKENS = 3 * CHUNK + 8
-PERSISTENT_CTAS = 3
 TOLERANCE = {"rtol": 5e-3, "atol": 5e-3}
 RANDOM = [f"random:{seed}" for seed in range(14)] + [f"priority:{seed}" for seed in range(6)]
 SHIPPED = {item.name: item for item in shipped_specialisations()}
@@ -107,12 +106,14 @@ def test_resident(block_dv, state, tokens):
 def run_preprocessing(name, program, pass_configs, problem, **options):
     """(report, [(got, want)...]) of a preprocessing kernel; what no CTA writes stays NaN."""
     x, g_cumsum, A, *_ = problem
+    heads = preprocess.PreprocessConfig(x.k.shape[2], x.v.shape[2])
+    ctas = preprocess_fused.grid(heads, x.v.shape[0], x.v.shape[1], sm_count=1)
     sums, inverse = torch.full_like(x.g, torch.nan), torch.full(A.shape, torch.nan).bfloat16()
     arguments, results = {
         "cumsum": ((x.g, sums), [(sums, g_cumsum)]),
         "kkt": ((x.k, g_cumsum.float(), x.beta, inverse), [(inverse, A)]),
         "preprocess": (
-            (x.k, x.g, x.beta, sums, inverse, PERSISTENT_CTAS),
+            (x.k, x.g, x.beta, sums, inverse, ctas),
             [(sums, g_cumsum), (inverse, A)],
         ),
     }[name.split("_")[0]]
