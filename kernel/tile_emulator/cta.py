@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .barriers import Barrier
 from .detector import Detector
-from .errors import DeadlockError
+from .errors import DeadlockError, EmulatorError, UnsupportedOperation
 from .report import KINDS, Issue, Report
 from .role import Role
 from .scheduler import Schedule
@@ -114,6 +114,13 @@ class Cta:
                 next(programs[unit])
             except StopIteration:
                 live.remove(unit)
+            except EmulatorError:
+                raise
+            except Exception as error:
+                role = roles[unit]
+                what = f"{type(error).__name__}: {error}"
+                text = f"{role.name} at {role.where()} cannot be executed: {what}"
+                raise UnsupportedOperation(text, self.report, role.where()) from error
         self.finish(roles)
 
     def finish(self, roles: Sequence[Role]) -> None:

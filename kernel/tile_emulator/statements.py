@@ -157,7 +157,8 @@ class Compiler:
             return
         shape = tuple(int_of(n) for n in buffer.shape)
         scope = str(buffer.scope())
-        name = str(buffer.name) or f"{scope}#{len(self.scope.buffers)}"
+        size = "x".join(map(str, shape))
+        name = str(buffer.name) or f"{scope}#{len(self.scope.buffers)}({size})"
         spec = BufferSpec(hash(buffer.data), name, shape, str(buffer.dtype), scope)
         self.scope.buffers[spec.key] = spec
         (self.shared if spec.is_shared else self.private).append(spec)

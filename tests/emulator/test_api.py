@@ -162,6 +162,33 @@ def test_unsupported_operation_names_itself_and_its_line():
     assert caught.value.where.startswith("test_api.py:")
 
 
+def test_what_fails_inside_the_emulator_names_the_line_and_the_role():
+    """A view of a tile in another shape would be indexed wrongly."""
+
+    @T.prim_func
+    def kernel(y: T.Tensor((64,), FP32)):
+        with T.Kernel(1, threads=32) as _:
+            tile_shared = T.alloc_shared((8, 8), FP32)
+            flat = T.view(tile_shared, (64,), FP32)
+            for i in T.Parallel(64):
+                flat[i] = 1.0
+            T.copy(flat, y)
+
+    with pytest.raises(
+        UnsupportedOperation, match=r"test_api.py:\d+: buffer .*: a view of tile_sh"
+    ):
+        emulate(kernel, np.zeros(64, np.float32))
+
+    @T.prim_func
+    def divides(y: T.Tensor((64,), "int32"), n: T.int32):
+        with T.Kernel(1, threads=32) as _:
+            for i in T.serial(64):
+                y[i] = i // n
+
+    with pytest.raises(UnsupportedOperation, match=r"tx\[0,32\) at .*cannot be executed: ZeroDiv"):
+        emulate(divides, np.zeros(64, np.int32), 0)
+
+
 def test_unsupported_expression_names_its_line():
     @T.prim_func
     def kernel(y: T.Tensor((32,), FP32)):

@@ -160,6 +160,29 @@ def test_wide_role_whose_groups_wait_for_barriers_of_their_own():
         torch.testing.assert_close(c.double(), 2 * a.double() @ b.double(), rtol=1e-2, atol=1e-2)
 
 
+def test_pipelined_loop_of_one_role():
+    """T.Pipelined runs as a plain loop; the syncs are TileLang's."""
+
+    @T.prim_func
+    def kernel(
+        A: T.Tensor((SIZE, SIZE), BF16),
+        B: T.Tensor((SIZE, SIZE), BF16),
+        C: T.Tensor((SIZE, SIZE), FP32),
+    ):
+        with T.Kernel(SIZE // TILE, SIZE // TILE, threads=128) as (bx, by):
+            a_shared = T.alloc_shared((TILE, DEPTH), BF16)
+            b_shared = T.alloc_shared((DEPTH, TILE), BF16)
+            c_fragment = T.alloc_fragment((TILE, TILE), FP32)
+            T.clear(c_fragment)
+            for k in T.Pipelined(SIZE // DEPTH, num_stages=3):
+                T.copy(A[by * TILE, k * DEPTH], a_shared)
+                T.copy(B[k * DEPTH, bx * TILE], b_shared)
+                T.gemm(a_shared, b_shared, c_fragment)
+            T.copy(c_fragment, C[by * TILE, bx * TILE])
+
+    assert_right_under_all_schedules(kernel)
+
+
 def test_nests_with_several_statements_need_no_sync_inside():
     """All threads store to and read one shared buffer, in one nest and in the next."""
 
