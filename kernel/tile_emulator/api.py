@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from .cta import Options
-from .errors import KernelFault
 from .program import Program
 from .report import Report, parse_checks
 from .scheduler import Schedule
@@ -77,6 +76,3 @@ def disables_thread_sync(pass_configs: Mapping) -> bool:
         if str(getattr(key, "value", key)).lower() == NO_THREAD_SYNC and value:
             return True
     return False
-
-
-__all__ = ["ALL_CHECKS", "KernelFault", "emulate"]

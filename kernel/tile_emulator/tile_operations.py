@@ -93,7 +93,7 @@ def tma_copy(compiler, call) -> Step:
             x = fetch(role, a, is_async=True, stamp=stamp, lanes=issuer)
             role.stores.append((stamp.clock, stamp.time))
             if role.cta.trace:
-                role.cta.trace.store(role, a, b, stamp)
+                role.cta.trace.store(role, b)
             deposit(role, b, x)
     else:
         barriers_of = compile_barriers(compiler, notes["barrier"])
@@ -108,7 +108,7 @@ def tma_copy(compiler, call) -> Step:
             stamp = cta.detector.stamp(role.name, barrier.name, barrier.next_load())
             cta.detector.write(role, b.tile, b.key, is_async=True, stamp=stamp)
             barrier.expect(b.bytes)
-            lands = cta.trace.load(role, a, b) if cta.trace else None
+            lands = cta.trace.load(role, b) if cta.trace else None
 
             def land():
                 b.tile.arr[b.key] = x

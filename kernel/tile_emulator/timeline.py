@@ -141,10 +141,10 @@ class Trace:
         kind = "store" if target.tile.is_global else "load" if source.tile.is_global else "copy"
         self.busy(role, kind, units, target.tile.name)
 
-    def store(self, role: Role, source: Region, target: Region) -> None:
+    def store(self, role: Role, target: Region) -> None:
         self.busy(role, "store", ISSUE_UNITS, target.tile.name)
 
-    def load(self, role: Role, source: Region, target: Region) -> Moment:
+    def load(self, role: Role, target: Region) -> Moment:
         """A TMA load; the moment it lands."""
         begin = later(self.now[role.name], self.load_engine)
         self.now[role.name] = Moment(self.now[role.name].time + ISSUE_UNITS, begin.event)

@@ -12,7 +12,7 @@ import tilelang  # noqa: F401
 from tilelang import ir as tilelang_ir
 from tvm import tirx
 
-SERIAL, PARALLEL = 0, 1
+PARALLEL = 1  # kind of a For that T.Parallel makes
 
 
 def kind(node) -> str:

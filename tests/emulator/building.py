@@ -9,7 +9,8 @@ BF16, FP32, INT32 = "bfloat16", "float32", "int32"
 
 
 def run(kernel, *tensors, **options):
-    """emulate() that returns the report whatever was found."""
+    """emulate() that returns the report whatever was found; the first CTA is traced, too."""
+    options = {"timeline": True, **options}
     return emulate(kernel, *tensors, raise_on_issue=False, **options)
 
 
