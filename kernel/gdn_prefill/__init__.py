@@ -15,6 +15,7 @@ _HOMES = {
     "gdn_prefill_forward": "api",
     "prepare": "api",
     "select_block_dv": "dispatch",
+    "solve_kkt": "api",
 }
 __all__ = sorted(_HOMES)
 

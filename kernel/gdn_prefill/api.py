@@ -73,8 +73,25 @@ def chunk_gate_cumsum(g, *, backend="auto"):
     restarts every 64 tokens. Raises TypeError or ValueError for a wrong argument, by name.
     """
     check_gate(g)
-    cumsum, _ = _preprocessing(backend, g)
-    return cumsum(g)
+    if _backend(backend, g) == "torch":
+        return cumsum_torch(g)
+    from . import preprocess
+
+    return preprocess.chunk_gate_cumsum(g)
+
+
+def solve_kkt(k, g_cumsum, beta, *, backend="auto"):
+    """A of every chunk and V head from sums made before: see prepare, which makes both in one go.
+
+    k: [B, T, Hq, 128] bf16; g_cumsum, beta: [B, T, Hv] fp32. Returns A [B, T, Hv, 64] bf16. Raises
+    TypeError or ValueError for a wrong argument, by name.
+    """
+    check_prepare(k, g_cumsum, beta, gate_name="g_cumsum")
+    if _backend(backend, k) == "torch":
+        return solve_kkt_torch(k, g_cumsum, beta)
+    from . import preprocess
+
+    return preprocess.solve_kkt(k, g_cumsum, beta)
 
 
 def prepare(k, g, beta, *, backend="auto"):
@@ -87,9 +104,12 @@ def prepare(k, g, beta, *, backend="auto"):
     argument, by name.
     """
     check_prepare(k, g, beta)
-    cumsum, solve = _preprocessing(backend, k)
-    g_cumsum = cumsum(g)
-    return g_cumsum, solve(k, g_cumsum, beta)
+    if _backend(backend, k) == "torch":
+        g_cumsum = cumsum_torch(g)
+        return g_cumsum, solve_kkt_torch(k, g_cumsum, beta)
+    from . import preprocess
+
+    return preprocess.prepare(k, g, beta)
 
 
 def cache_info() -> RuntimeInfo:
@@ -100,15 +120,6 @@ def cache_info() -> RuntimeInfo:
 def clear() -> None:
     """Drop every cached kernel, buffer and graph."""
     RUNTIME.clear()
-
-
-def _preprocessing(backend: str, tensor):
-    """The gate cumsum and the KKT inverse of the backend that serves the tensor's device."""
-    if _backend(backend, tensor) == "torch":
-        return cumsum_torch, solve_kkt_torch
-    from . import preprocess
-
-    return preprocess.chunk_gate_cumsum, preprocess.solve_kkt
 
 
 def _backend(requested: str, tensor) -> str:

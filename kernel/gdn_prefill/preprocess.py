@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .runtime import RUNTIME
+from .runtime import RUNTIME, sm_count
 from .validation import CHUNK
 
 
@@ -29,3 +29,18 @@ def solve_kkt(k: Tensor, g_cumsum: Tensor, beta: Tensor) -> Tensor:
         A = torch.empty((*beta.shape, CHUNK), dtype=torch.bfloat16, device=k.device)
         launch(k, g_cumsum, beta, A)
     return A
+
+
+def prepare(k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Both of the above from the raw gate g in one launch: (g_cumsum, A), fresh."""
+    from .kernels.preprocess import PreprocessConfig
+    from .kernels.preprocess_fused import PASS_CONFIGS, fused_preprocess_kernel, grid
+
+    batch, tokens, heads_v = g.shape
+    config = PreprocessConfig(k.shape[2], heads_v)
+    launch = RUNTIME.kernel(fused_preprocess_kernel, config, PASS_CONFIGS)
+    with torch.cuda.device(k.device):
+        g_cumsum = torch.empty_like(g)
+        A = torch.empty((*g.shape, CHUNK), dtype=torch.bfloat16, device=k.device)
+        launch(k, g, beta, g_cumsum, A, grid(config, batch, tokens, sm_count(k.device)))
+    return g_cumsum, A

@@ -221,7 +221,7 @@ class Runtime:
         shape = check_forward(*tensors)
         device = tensors[0].device
         if block_dv is None:
-            block_dv = block_dv_for(shape.B * shape.Hv, _sm_count(device))
+            block_dv = block_dv_for(shape.B * shape.Hv, sm_count(device))
         config = ForwardConfig(shape.Hq, shape.Hv, block_dv, len(tensors) == len(_NAMES))
         return Layout(
             shape,
@@ -287,7 +287,8 @@ _NAMES = ("q", "k", "v", "g_cumsum", "beta", "A", "initial_state")
 
 
 @functools.cache
-def _sm_count(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -123,7 +123,7 @@ def case_specialisations(cases: Iterable[Any], sm_count: int = SM_COUNT) -> list
                 forward_specialisation(
                     case.Hq, case.Hv, block_dv_for(case.B * case.Hv, sm_count), case.initial_state
                 ),
-                *preprocess_specialisations(case.Hq, case.Hv),
+                fused_specialisation(case.Hq, case.Hv),
             )
         )
     )

@@ -93,19 +93,20 @@ def check_forward(
     return shape
 
 
-def check_prepare(k: Tensor, g: Tensor, beta: Tensor) -> ForwardShape:
+def check_prepare(k: Tensor, g: Tensor, beta: Tensor, gate_name: str = "g") -> ForwardShape:
     """Checks the arguments of the preprocessing and returns their sizes.
 
-    k [B, T, Hq, 128] bf16; g (raw log decay), beta [B, T, Hv] fp32; the rest as in check_forward.
+    k [B, T, Hq, 128] bf16; g (log decay, raw or summed), beta [B, T, Hv] fp32; the rest as in
+    check_forward. gate_name: what the caller calls its gate.
     """
     _check_tensor("k", k, torch.bfloat16)
     B, T, Hq = _sizes("k", k, ("B", "T", "Hq", HEAD_DIM))
-    _check_tensor("g", g, torch.float32)
-    (Hv,) = _sizes("g", g, (B, T, "Hv"))
+    _check_tensor(gate_name, g, torch.float32)
+    (Hv,) = _sizes(gate_name, g, (B, T, "Hv"))
     shape = _checked_shape(B, T, Hq, Hv)
     _check_tensor("beta", beta, torch.float32)
-    _check_shape("beta", beta, (B, T, Hv), "the shape of g")
-    _check_placement({"k": k}, {"g": g, "beta": beta})
+    _check_shape("beta", beta, (B, T, Hv), f"the shape of {gate_name}")
+    _check_placement({"k": k}, {gate_name: g, "beta": beta})
     return shape
 
 
