@@ -79,6 +79,8 @@ def write_baselines(
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 only if every public case has a baseline; the file is written only then."""
     options = _parser().parse_args(argv)
+    if options.recorded:
+        return _from_recorded(options.recorded)
     device = pick_device()
     untimed = why_untimed(device)
     if untimed:
@@ -105,8 +107,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if refused or options.dry_run:
         note("the baselines stay as they are")
         return 1 if refused else 0
-    provenance = _provenance(finish_metadata(recorder.metadata), options)
+    plan = {"warmup": options.warmup, "repetitions": options.repetitions}
+    provenance = _provenance(finish_metadata(recorder.metadata, **plan), path)
     note(f"written to {write_baselines(stamp.device, baselines, provenance)}")
+    return 0
+
+
+def _from_recorded(path: Path) -> int:
+    """The baselines that a recorded run holds; it must have timed v1 and the peers in turn."""
+    rows = [row for row in read_rows(path) if row.protocol == Protocol.OJ.value]
+    baselines, refused = pick_baselines(rows)
+    print(_text(baselines, rows), end="")
+    for line in refused:
+        note(line)
+    if refused:
+        note("the baselines stay as they are")
+        return 1
+    metadata = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    note(f"written to {write_baselines(rows[0].device, baselines, _provenance(metadata, path))}")
     return 0
 
 
@@ -148,16 +166,14 @@ def _measure(
     return outcomes
 
 
-def _provenance(metadata: Mapping[str, object], options: argparse.Namespace) -> dict:
+def _provenance(metadata: Mapping[str, object], rows: Path) -> dict:
     return {
         **{key: value for key, value in metadata.items() if key != "schema"},
         "protocol": Protocol.OJ.value,
-        "warmup": options.warmup,
-        "repetitions": options.repetitions,
         "t60": f"median core time of {LADDER} {NAIVE}",
         "t100": "median full forward (raw gate in) of the fastest peer whose result is right",
         "interleaved_with": f"{OURS}, core and full",
-        "rows": f"results/{metadata['device']}/baseline.csv",
+        "rows": f"results/{metadata['device']}/{rows.name}",
     }
 
 
@@ -184,6 +200,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--case", action="append", default=[], help="measure these only; repeatable"
+    )
+    parser.add_argument(
+        "--recorded",
+        type=Path,
+        metavar="CSV",
+        help="take them from a recorded run of harness.bench --version v1, measuring nothing",
     )
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
     parser.add_argument("--warmup", type=int, default=WARMUP, metavar="N")
