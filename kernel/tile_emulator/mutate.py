@@ -25,9 +25,9 @@ from tqdm import tqdm
 from .api import emulate
 from .edits import ARRIVALS, WAITS, Edit
 from .errors import EmulatorError, KernelFault, UnsupportedOperation
+from .partition import roles_at
 from .program import Program
 from .scheduler import adversarial
-from .statements import roles_at
 from .target import Target, add_arguments, load
 
 COLUMNS = (

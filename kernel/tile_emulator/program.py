@@ -12,10 +12,11 @@ from .cta import Cta, Options
 from .edits import Edit
 from .errors import EmulatorError
 from .memory import BufferSpec, Local, Tile
+from .partition import find_roles
 from .report import Report
 from .role import Role
 from .scheduler import Schedule
-from .statements import Compiler, find_roles
+from .statements import Compiler
 from .tensors import check_tensor, shared_array, working_copy, write_back
 from .timeline import Trace
 from .tir import int_of, is_op, kind, op_name, unwrap, visit

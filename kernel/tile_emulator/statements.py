@@ -4,25 +4,22 @@ in operations.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
 from .auto_sync import accesses, sync_places
-from .dtypes import NARROW, rounded
+from .branches import element_branch, run_owned, run_share, thread_branch
 from .edits import HOLDS_BACK, SYNCHRONISATION, Edit, Site
 from .errors import UnsupportedOperation
 from .expressions import Closure, Expressions
 from .indexing import split_linear
-from .lanes import is_array, uniform, with_elements
-from .memory import BufferSpec, Local, Tile
+from .lanes import is_array, uniform
+from .memory import BufferSpec
 from .operations import OPERATIONS, blocks_or_is_tile_operation, is_ignored
 from .ownership import NestOwner, RegisterTiles, Touch, links_of
-from .role import WARP, WARP_GROUP, Role, Share
+from .partition import Branch
 from .scope import Scope
-from .statement_checks import check_collisions, one_value, touch_write
 from .steps import NOTHING, Step, repeat, sequence
+from .stores import local_store, tile_store
 from .sync_operations import automatic_sync
 from .tir import (
     PARALLEL,
@@ -37,22 +34,6 @@ from .tir import (
 )
 
 ORDERING = frozenset({"mbarrier_wait_parity", "fence_proxy_async", "tvm_storage_sync"})
-
-
-@dataclass(frozen=True, eq=False)
-class Branch:
-    """A conditional on the thread number, inside (conditional, side taken) others."""
-
-    condition: Closure
-    around: tuple[tuple[Branch, bool], ...]
-
-    def mask(self, probe: Role) -> np.ndarray | None:
-        """Its truth per thread, or None where it depends on more than the thread number."""
-        try:
-            p = self.condition(probe)
-        except (KeyError, AttributeError, TypeError, UnsupportedOperation):
-            return None
-        return p if is_array(p) and len(p) == probe.width else None
 
 
 class Compiler:
@@ -369,7 +350,7 @@ class Compiler:
         condition = self.expression(s.condition)
         if self.scope.parallel:
             then, other = self.statement(s.then_case), self.optional(s.else_case)
-            return self.element_branch(condition, then, other)
+            return element_branch(condition, then, other)
         on_thread = self.scope.on_thread(s.condition)
         bodies = [body for body in (s.then_case, s.else_case) if body is not None]
         if on_thread:
@@ -381,7 +362,7 @@ class Compiler:
         else:
             then, other = self.statement(s.then_case), self.optional(s.else_case)
         orders = any(op_name(call) in ORDERING for body in bodies for call in calls(body))
-        return self.thread_branch(condition, then, other, orders)
+        return thread_branch(condition, then, other, orders)
 
     def optional(self, s) -> Step:
         return NOTHING if s is None else self.statement(s)
@@ -393,76 +374,6 @@ class Compiler:
         self.branches.pop()
         self.scope.depth -= 1
         return step
-
-    @staticmethod
-    def element_branch(condition: Closure, then: Step, other: Step) -> Step:
-        def run(role):
-            p = condition(role)
-            if not is_array(p):
-                (then if p else other).run(role)
-                return
-            mask = np.broadcast_to(p, role.extents)
-            if mask.all():
-                then.run(role)
-            elif not mask.any():
-                other.run(role)
-            else:
-                with_elements(role, mask, then.run)
-                if other is not NOTHING:
-                    with_elements(role, ~mask, other.run)
-
-        return Step(run)
-
-    @staticmethod
-    def thread_branch(condition: Closure, then: Step, other: Step, orders: bool) -> Step:
-        """A conditional of thread-level code; where the threads differ both sides run in turn, each
-        with its threads.
-        """
-
-        def sides(role):
-            p = condition(role)
-            if not is_array(p):
-                yield (then if p else other), role.lanes
-                return
-            outer = role.lanes
-            for mask, side in ((p, then), (~p, other)):
-                if side is NOTHING or not mask.any():
-                    continue
-                if mask.all():
-                    yield side, outer
-                else:
-                    yield side, np.flatnonzero(mask) if outer is None else outer[mask]
-
-        def enter(role, lanes):
-            outer, role.lanes = role.lanes, lanes
-            subset = lanes is not outer and (orders or role.deferred)
-            return outer, role.enter_subset() if subset else None
-
-        def leave(role, outer, saved):
-            if saved is not None:
-                role.leave_subset(saved, role.lanes)
-            role.lanes = outer
-
-        if not (then.blocking or other.blocking):
-
-            def plain(role):
-                for side, lanes in sides(role):
-                    outer, saved = enter(role, lanes)
-                    side.run(role)
-                    leave(role, outer, saved)
-
-            return Step(plain)
-
-        def generator(role):
-            for side, lanes in sides(role):
-                outer, saved = enter(role, lanes)
-                if side.blocking:
-                    yield from side.run(role)
-                else:
-                    side.run(role)
-                leave(role, outer, saved)
-
-        return Step(generator, True)
 
     # ---- stores ----
     def compile_BufferStore(self, s) -> Step:
@@ -492,187 +403,3 @@ def earliest_place(statements, position: int) -> int | None:
             continue
         target, work = k, True
     return target if work else None
-
-
-def run_owned(role: Role, run: Callable) -> None:
-    """A nest that only some threads of the role reach: each works on the elements it owns."""
-    positions = role.owner.positions(role)
-    if positions is None:
-        raise UnsupportedOperation(
-            f"T.Parallel by {role.active_count} of the {role.width} threads of {role.name}, "
-            "over tiles of unknown layout",
-            where=role.where(),
-        )
-    mine = np.isin(positions, role.share.offset + role.lanes)
-    if mine.all():
-        run(role)
-    elif mine.any():
-        with_elements(role, mine, run)
-
-
-def run_share(role: Role, run: Callable, row_axes: dict[int, int]) -> None:
-    """A nest of a wide role that stores outside of registers: each warp group its own rows, or the
-    first all where the layout is not known.
-    """
-    mine = role.owner.share(role, row_axes)
-    if mine is None:
-        if role.share.offset == 0:
-            run(role)
-    elif mine.any():
-        with_elements(role, mine, run)
-
-
-def local_store(
-    spec: BufferSpec, base: tuple[int, ...], index: Callable, value: Closure, line: str
-) -> Callable:
-    """Store to a per-thread buffer; spec may be a view of an allocation of shape ``base``."""
-    key, shape, dtype = spec.key, spec.shape, spec.dtype
-    single = int(np.prod(shape)) == 1
-
-    def run(role: Role):
-        role.line = line
-        local: Local = role.buffers[key]
-        target = local.seen_as(spec) if spec.is_view else local
-        x = rounded(value(role), dtype)
-        at = index(role, shape).key
-        per_thread = is_array(x) or any(is_array(i) for i in at)
-        if role.lanes is None and single and not per_thread and target.per_thread:
-            target.gather()
-        if not target.per_thread and (per_thread or role.lanes is not None):
-            target.spread()
-        if target.per_thread:
-            at = (role.positions if role.lanes is None else role.lanes, *at)
-        target.arr[at] = x
-        if target.ready is not None:
-            target.ready[at] = True
-        if spec.is_view:
-            local.take_from(target, base)
-        if role.cta.trace:
-            role.cta.trace.thread_code(role)
-
-    return run
-
-
-def tile_store(
-    spec: BufferSpec, index: Callable, value: Closure, line: str, common: bool
-) -> Callable:
-    key, dtype, narrow = spec.key, spec.dtype, spec.dtype in NARROW
-
-    def run(role: Role):
-        role.line = line
-        x = value(role)
-        tile: Tile = role.buffers[key]
-        at = index(role, tile.arr.shape)
-        thread_level = is_array(at.lanes)
-        if not thread_level and not role.extents and role.leaves(tile, common):
-            return
-        if narrow:
-            x = rounded(x, dtype)
-        if at.axes is not None:
-            x = from_nest(x, at.axes, role.extents)
-        elif thread_level and is_array(x):
-            check_collisions(role, tile, at, x)
-        elif is_array(x) and not role.extents:
-            x = one_value(role, tile, x)
-        partner = ("nest", role.extents) if role.extents else None
-        touch_write(role, tile, at, partner, common and not thread_level)
-        tile.arr[at.key] = x
-        tile.mark_ready(at.key)
-        if role.cta.trace and not role.extents:
-            role.cta.trace.thread_code(role)
-
-    return run
-
-
-def from_nest(x, axes: tuple[int, ...], extents: tuple[int, ...]):
-    """A value over the nest as an array over the index's slices; where elements collide the last
-    one stays.
-    """
-    if not is_array(x):
-        return x
-    rank = len(extents)
-    if len(axes) < rank:
-        x = np.broadcast_to(x, extents)[
-            tuple(slice(None) if axis in axes else -1 for axis in range(rank))
-        ]
-        kept = sorted(axes)
-        axes = tuple(kept.index(axis) for axis in axes)
-    elif x.ndim < len(axes):
-        x = np.broadcast_to(x, extents)
-    return x if axes == tuple(range(len(axes))) else x.transpose(axes)
-
-
-def find_roles(compiler: Compiler) -> list[tuple[np.ndarray, Share]]:
-    """Threads grouped by the conditions on the thread number whose bodies block or hold tile
-    operations.
-
-    A condition that cuts through a warp, or through the threads of a matrix product, makes no
-    roles: its body runs with a part of the role's threads. A role of several warp groups of which
-    each waits for barriers of its own is a role for each of them, with a share of the tiles.
-    """
-    probe = make_probe(compiler)
-    product_threads = {around: reached(around, probe) for around in compiler.products}
-    columns = []
-    for branch in compiler.splits:
-        mask = branch.mask(probe)
-        if mask is None:
-            continue
-        taken = mask & reached(branch.around, probe)
-        cut = [
-            threads
-            for threads in product_threads.values()
-            if 0 < np.sum(taken & threads) < np.sum(threads)
-        ]
-        if not cuts_warp(taken) and not cut:
-            columns.append(taken)
-    groups: dict[tuple, list[int]] = {}
-    for thread in range(compiler.threads):
-        groups.setdefault(tuple(bool(mask[thread]) for mask in columns), []).append(thread)
-    roles = []
-    for threads in map(np.array, groups.values()):
-        width = len(threads)
-        waits = any(reached(around, probe)[threads].all() for around in compiler.wide_waits)
-        parts = width // WARP_GROUP if waits and width % WARP_GROUP == 0 else 1
-        for number, part in enumerate(np.split(threads, parts)):
-            roles.append((part, Share(width, number * (width // parts))))
-    for around in compiler.reach:
-        compiler.reach[around] = int(np.sum(reached(around, probe)))
-    compiler.row_axes.update(compiler.tiles.row_axes())
-    return roles
-
-
-def make_probe(compiler: Compiler) -> Role:
-    """All threads of the CTA, with what can be computed from the thread number alone."""
-    probe = Role(None, "probe", np.arange(compiler.threads), {}, {})
-    for key, value in compiler.bound:
-        try:
-            probe.variables[key] = value(probe)
-        except (KeyError, AttributeError, TypeError, UnsupportedOperation):
-            continue
-    return probe
-
-
-def roles_at(
-    compiler: Compiler, around: tuple, names: Sequence[str], groups: Sequence[np.ndarray]
-) -> list[str]:
-    """Names of the roles with a thread that gets to a place inside these conditionals."""
-    threads = reached(around, make_probe(compiler))
-    return [name for name, group in zip(names, groups, strict=True) if threads[group].any()]
-
-
-def reached(around: tuple[tuple[Branch, bool], ...], probe: Role) -> np.ndarray:
-    """Threads that get to a place inside these conditionals (all, where that is not known)."""
-    threads = np.ones(probe.width, bool)
-    for branch, taken in around:
-        mask = branch.mask(probe)
-        if mask is not None:
-            threads &= mask if taken else ~mask
-    return threads
-
-
-def cuts_warp(mask: np.ndarray) -> bool:
-    """Does the boundary of these threads run through a warp?"""
-    starts = np.arange(0, len(mask), WARP)
-    return bool(
-        (np.logical_and.reduceat(mask, starts) != np.logical_or.reduceat(mask, starts)).any()
-    )

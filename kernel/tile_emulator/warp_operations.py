@@ -19,8 +19,8 @@ from .lanes import uniform
 from .memory import Local
 from .registry import OPERATIONS, operation
 from .role import WARP, Role
-from .statement_checks import touch_write
 from .steps import Step
+from .stores import touch_write
 from .tir import int_of, kind, op_name
 
 LANE = np.arange(WARP)
