@@ -267,3 +267,26 @@ def test_barrier_of_each_warp_group_of_a_wide_role():
     x, y = fp32(128, 64), np.zeros((128, 64), np.float32)
     assert run(kernel, x, y).ok
     np.testing.assert_array_equal(x, y)
+
+
+def test_waiter_that_can_be_lapped():
+    """Nothing holds the first role back: two phases may pass before the second looks once."""
+
+    @T.prim_func
+    def kernel(y: T.Tensor((4,), FP32)):
+        with T.Kernel(1, threads=64) as _:
+            ticked = T.alloc_barrier(32)
+            tx = T.get_thread_binding()
+            if tx < 32:
+                for _n in T.serial(4):
+                    T.barrier_arrive(ticked)
+            else:
+                for n in T.serial(4):
+                    T.barrier_wait(ticked, n % 2)
+                    y[n] = 1.0
+
+    report = run(kernel, np.zeros(4, np.float32), schedule="delay:0")
+    assert report.kinds == {"lap"}  # this schedule happens to work
+    assert "ticked[0]: phase 1 can complete before the wait of tx[32,64) at" in str(report)
+    with pytest.raises(DeadlockError, match="waits for parity"):
+        run(kernel, np.zeros(4, np.float32), schedule="delay:1")
