@@ -15,11 +15,12 @@ import argparse
 import csv
 import dataclasses
 import json
-import os
+import queue
 import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -84,21 +85,21 @@ class Variant:
     bare: bool = False
 
 
+BARE = {"shadow_fences": False}
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant("dv64", {}, (*CHAIN_SHAPES, *FULL_SHAPES, *LONG_SHAPES, "parallel_equal")),
-        Variant("dv64_sequential", {"lookahead": False}, CHAIN_SHAPES),
-        Variant("dv64_eager_decay", {"lazy_decay": False}, CHAIN_SHAPES),
-        Variant("dv64_direct_scores", {"blocked_scores": False}, CHAIN_SHAPES),
-        Variant("dv64_rolled", {"unrolled": ()}, CHAIN_SHAPES),
-        Variant("dv64_early_publish", {"early_publish": True}, CHAIN_SHAPES),
-        Variant("dv64_bare", {"shadow_fences": False}, CHAIN_SHAPES, bare=True),
-        Variant("dv128", {"block_dv": 128}, (*CHAIN_SHAPES, *FULL_SHAPES, *LONG_SHAPES)),
-        Variant("dv128_eager_decay", {"block_dv": 128, "lazy_decay": False}, FULL_SHAPES),
-        Variant("dv128_direct_scores", {"block_dv": 128, "blocked_scores": False}, FULL_SHAPES),
-        Variant("dv128_rolled", {"block_dv": 128, "unrolled": ()}, FULL_SHAPES),
-        Variant("dv128_bare", {"block_dv": 128, "shadow_fences": False}, FULL_SHAPES, bare=True),
+        Variant("dv64", {}, (*CHAIN_SHAPES, *LONG_SHAPES, "parallel_equal", *FULL_SHAPES)),
+        Variant("dv64_bare", BARE, (*CHAIN_SHAPES, "parallel_equal", *FULL_SHAPES), bare=True),
+        Variant("dv64_bare_early", {**BARE, "early_publish": True}, CHAIN_SHAPES, bare=True),
+        Variant("dv64_bare_rolled", {**BARE, "unrolled": ()}, CHAIN_SHAPES, bare=True),
+        Variant(
+            "dv64_bare_unrolled",
+            {**BARE, "unrolled": ("state", "output", "scores")},
+            CHAIN_SHAPES,
+            bare=True,
+        ),
+        Variant("dv128", {"block_dv": 128}, FULL_SHAPES),
     )
 }
 
@@ -326,31 +327,30 @@ def time_worker(names: list[str], rounds: int) -> None:
 # --- parent
 def run_worker(arguments: list[str], timeout: float) -> tuple[list[dict], str | None]:
     """Events of one worker, and why it ended badly, if so. timeout: seconds without an event."""
-    command = [sys.executable, __file__, *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    os.set_blocking(process.stdout.fileno(), False)
+    process = subprocess.Popen(
+        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True
+    )
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in process.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
     events: list[dict] = []
-    pending, heard = "", time.monotonic()
-    while True:
-        text = process.stdout.read() or ""
-        if text:
-            heard = time.monotonic()
-            pending += text
-            *lines, pending = pending.split("\n")
-            for line in lines:
-                if line.startswith("@"):
-                    events.append(json.loads(line[1:]))
-                else:
-                    print(line, flush=True)
-        elif process.poll() is not None:
-            break
-        elif time.monotonic() - heard > timeout:
-            process.kill()
-            process.wait()
-            return events, f"nothing for {timeout:.0f} s"
-        else:
-            time.sleep(0.05)
-    return events, None if process.returncode == 0 else f"exit status {process.returncode}"
+    try:
+        while (line := lines.get(timeout=timeout)) is not None:
+            if line.startswith("@"):
+                events.append(json.loads(line[1:]))
+            else:
+                print(line, end="", flush=True)
+        status = process.wait(timeout=timeout)
+    except (queue.Empty, subprocess.TimeoutExpired):
+        process.kill()
+        process.wait()
+        return events, f"nothing for {timeout:.0f} s"
+    return events, None if status == 0 else f"exit status {status}"
 
 
 def check_all(names: list[str], timeout: float) -> dict[str, dict]:

@@ -22,9 +22,11 @@ TILES = (64, 128)
         ({"block_dv": 32}, "block_dv=32"),
         ({"stages": 1}, "stages=1"),
         ({"slots": 0}, "slots=0"),
-        ({"block_dv": 128, "lookahead": True}, "lookahead=True"),
-        ({"registers": (240, 240, 80)}, "of 504"),
-        ({"registers": (230, 168, 80)}, "multiples of 8"),
+        ({"slots": 1}, "slots=1"),
+        ({"slots": 4}, "stages=3"),
+        ({"registers": (240, 144, 88, 64)}, "of 512"),
+        ({"registers": (212, 144, 88, 64)}, "multiple of 8"),
+        ({"registers": (176, 128, 32)}, "state, output, scores, service"),
     ],
 )
 def test_configuration_names_what_is_wrong(settings, message):

@@ -10,14 +10,19 @@ chain (gamma = exp(g), g the cumulative log decay):
     V_new^T = W'^T A^T                                            state group
     S^T     = gamma_last S^T + (exp(g_last - g) V_new^T) K        state group
     O^T     = scale gamma (S^T Q^T) + V_new^T P^T                 output group
-    P       = scale tril(exp(g_i - g_j)) * (Q K^T)                output group
+    P       = scale tril(exp(g_i - g_j)) * (Q K^T)                scores or output group
 
-Roles of the threads: block_dv / 64 state warp groups, one output warp group (scores and output),
+Roles of the threads: block_dv / 64 state warp groups, one output warp group, at block_dv = 64 a
+scores warp group (at 128 the registers do not reach for one: the output group makes the scores too)
 and a service warp group of one producer warp (TMA loads), one writer warp (TMA stores) and two gate
 warps (factors made of g and beta). The state group hands bf16 S^T and V_new^T to the output group
 as a dump of its registers: thread t of the output group reads back what thread t of the state group
 wrote, so neither side needs a proxy fence, and the output group is never on the chain as long as it
 takes less time for a chunk than the chain does.
+
+With a scores group the state group waits for one barrier a chunk: the output group arrives at
+inputs_ready of the chunk whose publication takes the place that it has just read, and the scores
+group at published of the publication that carries the values its scores belong to.
 
 Every exponential is of a difference g_i - g_j with i >= j, or of g itself, so no gate can overflow.
 The decay of the state is lazy: the registers hold 2^-e S with e <= 0 the decay not yet applied;
@@ -74,7 +79,7 @@ class ResidentConfig:
     None stands for the default of the tile.
 
     stages: chunks of input in flight. slots: publications that the output group may lag by.
-    registers: per thread of (state, output, service) after setmaxnreg.
+    registers: per thread of (state, output, scores where there are such, service) after setmaxnreg.
     lazy_decay: keep the decay of the state as an exponent as long as it is above LAZY_LIMIT.
     early_values: turn V into beta V before it is needed (32 registers more in the state group).
     early_factors: read the factors of U' and V_new while the product is in flight (16 more).
@@ -82,8 +87,6 @@ class ResidentConfig:
     shadow_fences: a proxy fence after each publication; without it the compiler places its own
         right before the next product.
     blocked_scores: gate scores left of the diagonal 16x16 blocks by a row and a column factor.
-    lookahead: the output group begins the next chunk while it ends this one (64 registers more;
-        one state group only).
     unrolled: roles whose loop has one copy of its body a stage, which makes addresses constants.
     """
 
@@ -94,12 +97,11 @@ class ResidentConfig:
     store_final_state: bool = True
     stages: int | None = None
     slots: int | None = None
-    registers: tuple[int, int, int] | None = None
+    registers: tuple[int, ...] | None = None
     lazy_decay: bool = True
     early_values: bool | None = None
     early_factors: bool | None = None
     blocked_scores: bool = True
-    lookahead: bool | None = None
     early_publish: bool | None = None
     shadow_fences: bool = True
     unrolled: tuple[str, ...] = ("state",)
@@ -113,10 +115,9 @@ class ResidentConfig:
         defaults = {
             "stages": 3 if narrow else 2,
             "slots": 2 if narrow else 1,
-            "registers": (232, 192, 80) if narrow else (176, 128, 32),
+            "registers": (216, 144, 88, 64) if narrow else (176, 128, 32),
             "early_values": narrow,
             "early_factors": narrow,
-            "lookahead": narrow,
             "early_publish": not narrow,
         }
         for name, value in defaults.items():
@@ -126,16 +127,21 @@ class ResidentConfig:
             raise ValueError(f"stages={self.stages} must be at least 2")
         if self.slots < 1:
             raise ValueError(f"slots={self.slots} must be at least 1")
-        if self.lookahead and not narrow:
-            raise ValueError(f"lookahead={self.lookahead} needs block_dv=64, not {self.block_dv}")
-        state, output, service = self.registers
-        asked = self.state_groups * state + output + service
-        pool = REGISTERS_PER_BLOCK // self.threads // 8 * 8 * self.threads // WARP_GROUP
-        if asked > pool or any(count % 8 for count in self.registers):
+        if self.scores_group and not SCORE_SLOTS <= self.slots <= self.stages:
             raise ValueError(
-                f"registers={self.registers} must be multiples of 8; "
-                f"{self.state_groups} state groups, one output and "
-                f"one service group ask for {asked} of {pool}"
+                f"slots={self.slots} must be between {SCORE_SLOTS} and stages={self.stages}"
+            )
+        roles = ("state", "output", *("scores",) * self.scores_group, "service")
+        if len(self.registers) != len(roles) or any(count % 8 for count in self.registers):
+            raise ValueError(
+                f"registers={self.registers} must be a multiple of 8 for each of {', '.join(roles)}"
+            )
+        asked = (self.state_groups - 1) * self.registers[0] + sum(self.registers)
+        pool = REGISTERS_PER_BLOCK // self.threads // 8 * 8 * self.threads // WARP_GROUP
+        if asked > pool:
+            raise ValueError(
+                f"registers={self.registers} with {self.state_groups} state groups "
+                f"ask for {asked} of {pool}"
             )
 
     @property
@@ -147,8 +153,17 @@ class ResidentConfig:
         return self.state_groups * WARP_GROUP
 
     @property
+    def scores_group(self) -> bool:
+        return self.block_dv == TILE
+
+    @property
+    def service_thread(self) -> int:
+        """First thread of the service group, the last role."""
+        return self.state_threads + WARP_GROUP * (1 + self.scores_group)
+
+    @property
     def threads(self) -> int:
-        return self.state_threads + WARP_GROUP + SERVICE_THREADS
+        return self.service_thread + SERVICE_THREADS
 
     @property
     def name(self) -> str:
@@ -267,9 +282,8 @@ def load_values(config, here, tiles, values_fragment):
 
 # --- state group
 @T.macro
-def take_values(config, here, tiles, barriers, registers):
-    """Wait for the chunk's inputs; V, or beta V, into registers."""
-    T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
+def take_values(config, here, tiles, registers):
+    """V of the chunk, or beta V, into registers."""
     load_values(config, here, tiles, registers.v)
     if config.early_values:
         # beta V
@@ -295,10 +309,12 @@ def multiply_keys(half, here, tiles, registers):
 
 @T.macro
 def open_publication(config, index, group, barriers):
-    T.barrier_wait(
-        barriers.consumed[index % config.slots * config.state_groups + group],
-        (index // config.slots + 1) % 2,
-    )
+    """Wait until the publication before has left the slot; inputs_ready may say so already."""
+    if not config.scores_group:
+        T.barrier_wait(
+            barriers.consumed[index % config.slots * config.state_groups + group],
+            (index // config.slots + 1) % 2,
+        )
 
 
 @T.macro
@@ -328,9 +344,16 @@ def shadow_fence(config):
 
 
 @T.macro
-def decay_state(config, here, tiles, registers):
-    """S = gamma_last S, or nothing as long as the decay may wait."""
+def fetch_factors(config, here, tiles, registers):
+    """Before a publication is written, behind which these reads would queue."""
     registers.keep[0] = tiles.keep[here.stage]
+    if config.early_factors:
+        T.copy(tiles.beta_gamma[here.stage, :], registers.beta_gamma)
+
+
+@T.macro
+def decay_state(config, registers):
+    """S = gamma_last S, or nothing as long as the decay may wait."""
     if config.lazy_decay:
         if registers.keep[0] != 1.0:
             for half in DK_HALVES:
@@ -345,8 +368,6 @@ def decay_state(config, here, tiles, registers):
 @T.macro
 def solve_values(config, here, tiles, registers):
     """From U'^T in flight to the finished V_new^T."""
-    if config.early_factors:
-        T.copy(tiles.beta_gamma[here.stage, :], registers.beta_gamma)
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR_REGISTERS)
 
@@ -417,14 +438,16 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
         for half in DK_HALVES:
             T.clear(registers.state[half])
 
-    take_values(config, first, tiles, barriers, registers)
+    T.barrier_wait(barriers.inputs_ready[first.stage], first.filled)
+    take_values(config, first, tiles, registers)
     for half in DK_HALVES:
         multiply_keys(half, first, tiles, registers)
+    fetch_factors(config, first, tiles, registers)
     open_publication(config, 0, group, barriers)
     publish_state(config, 0, tiles, registers)
     close_publication(config, 0, group, barriers)
+    decay_state(config, registers)
     shadow_fence(config)
-    decay_state(config, first, tiles, registers)
     solve_values(config, first, tiles, registers)
 
     for lap in laps(config, "state", place.chunks - 1):
@@ -432,11 +455,12 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
             if here.chunk < place.chunks - 1:
                 coming = following(config, here)
                 absorb_values(config, here, tiles, registers)
+                T.barrier_wait(barriers.inputs_ready[coming.stage], coming.filled)
                 if config.early_publish:
                     open_publication(config, coming.chunk, group, barriers)
                     publish_values(config, coming.chunk, tiles, registers)
                     shadow_fence(config)
-                take_values(config, coming, tiles, barriers, registers)
+                take_values(config, coming, tiles, registers)
                 for half in DK_HALVES:
                     # Only the newest WGMMA group may be unfinished: the other half.
                     TC.wait_wgmma(1)
@@ -445,16 +469,20 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
                     )
                     multiply_keys(half, coming, tiles, registers)
                 arrive_warp(barriers.inputs_free, here.stage)
+                fetch_factors(config, coming, tiles, registers)
                 if not config.early_publish:
                     open_publication(config, coming.chunk, group, barriers)
                     publish_values(config, coming.chunk, tiles, registers)
                 publish_state(config, coming.chunk, tiles, registers)
                 close_publication(config, coming.chunk, group, barriers)
+                decay_state(config, registers)
                 shadow_fence(config)
-                decay_state(config, coming, tiles, registers)
                 solve_values(config, coming, tiles, registers)
 
     absorb_values(config, last, tiles, registers)
+    if config.scores_group:
+        after = step(config, place.chunks)
+        T.barrier_wait(barriers.inputs_ready[after.stage], after.filled)
     open_publication(config, place.chunks, group, barriers)
     publish_values(config, place.chunks, tiles, registers)
     close_publication(config, place.chunks, group, barriers)
@@ -486,7 +514,7 @@ def multiply_queries_keys(here, tiles, barriers, registers):
 
 @T.macro
 def gate_scores(config, here, scale, tiles, registers):
-    """Leave P of the finished Q K^T as bf16 in shared memory."""
+    """P, as bf16 in registers, of the finished Q K^T."""
     for block in tuple(range(CHUNK // BLOCK)):
         # P = scale tril(exp(g_i - g_j)) * (Q K^T)
         if registers.warp[0] > block:
@@ -517,7 +545,12 @@ def gate_scores(config, here, scale, tiles, registers):
         else:
             for i, j in T.Parallel(CHUNK, BLOCK):
                 registers.scores[i, block * BLOCK + j] = 0.0
-    T.copy(registers.scores, tiles.scores[here.chunk % SCORE_SLOTS, :, :])
+    T.copy(registers.scores, registers.scores_bf16)
+
+
+@T.macro
+def store_scores(here, tiles, registers):
+    T.copy(registers.scores_bf16, tiles.scores[here.chunk % SCORE_SLOTS, :, :])
 
 
 @T.macro
@@ -553,7 +586,10 @@ def wait_published(config, index, group, barriers):
 
 @T.macro
 def release(config, index, group, barriers):
-    arrive_warp(barriers.consumed, index % config.slots * config.state_groups + group)
+    if config.scores_group:
+        arrive_warp(barriers.inputs_ready, (index + config.slots) % config.stages)
+    else:
+        arrive_warp(barriers.consumed, index % config.slots * config.state_groups + group)
 
 
 @T.macro
@@ -612,24 +648,64 @@ def prepare_scores(config, here, scale, tiles, barriers, registers):
     multiply_queries_keys(here, tiles, barriers, registers)
     finish_scores(registers)
     gate_scores(config, here, scale, tiles, registers)
+    store_scores(here, tiles, registers)
     T.fence_proxy_async()
     T.sync_threads(OUTPUT_SYNC, WARP_GROUP)
 
 
 @T.macro
-def lookahead_output_role(config, place, thread, scale, tiles, barriers, registers):
-    """Output of one state group; a publication ends a chunk and begins the next."""
+def scores_role(config, place, thread, scale, tiles, barriers, registers):
+    """P of every chunk, up to SCORE_SLOTS ahead of the output group."""
     # In a variable: under a condition on the thread itself TileLang renumbers the group's threads.
-    registers.warp[0] = (thread - config.state_threads) // WARP
+    registers.warp[0] = (thread - config.state_threads - WARP_GROUP) // WARP
+    arrive_warp(barriers.published, 0)
+    multiply_queries_keys(step(config, 0), tiles, barriers, registers)
+    finish_scores(registers)
+    for lap in laps(config, "scores", place.chunks):
+        for here in steps(config, "scores", lap):
+            if here.chunk < place.chunks:
+                gate_scores(config, here, scale, tiles, registers)
+                arrive_warp(barriers.inputs_free, here.stage)
+                if here.chunk + 1 < place.chunks:
+                    multiply_queries_keys(following(config, here), tiles, barriers, registers)
+                # Also keeps this group from arriving twice in one phase of a publication.
+                index = here.chunk + 1
+                T.barrier_wait(
+                    barriers.scores_free[index % SCORE_SLOTS], (index // SCORE_SLOTS + 1) % 2
+                )
+                store_scores(here, tiles, registers)
+                T.fence_proxy_async()
+                arrive_warp(barriers.published, index % config.slots)
+                finish_scores(registers)
+
+
+@T.macro
+def free_scores(index, barriers):
+    """The scores that came with a publication have been used; with the first came none."""
+    arrive_warp(barriers.scores_free, index % SCORE_SLOTS)
+
+
+@T.macro
+def finish_output(here, tiles, barriers, registers):
+    """Hand the finished O^T over to the writer warp."""
+    free_scores(here.chunk + 1, barriers)
+    stage_output(0, here, tiles, barriers, registers)
+    T.fence_proxy_async()
+    arrive_warp(barriers.output_ready, 0)
+
+
+@T.macro
+def lookahead_output_role(config, place, tiles, barriers, registers):
+    """Output of one state group; a publication ends a chunk and begins the next."""
     last = place.chunks - 1
-    prepare_scores(config, step(config, 0), scale, tiles, barriers, registers)
+    for index in tuple(range(config.slots)):
+        arrive_warp(barriers.inputs_ready, index)
     wait_published(config, 0, 0, barriers)
+    free_scores(0, barriers)
     fetch_state(config, 0, 0, tiles, registers)
     release(config, 0, 0, barriers)
     multiply_queries(step(config, 0), tiles, registers, registers.next_output)
-    if last > 0:
-        multiply_queries_keys(step(config, 1), tiles, barriers, registers)
-    finish_scores(registers)
+    TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.next_output, num_regs=ACCUMULATOR_REGISTERS)
     gate_output(step(config, 0), tiles, registers.next_output, registers.output)
     arrive_warp(barriers.inputs_free, 0)
@@ -638,7 +714,6 @@ def lookahead_output_role(config, place, thread, scale, tiles, barriers, registe
         for here in steps(config, "output", lap):
             if here.chunk < last:
                 coming = following(config, here)
-                gate_scores(config, coming, scale, tiles, registers)
                 wait_published(config, coming.chunk, 0, barriers)
                 fetch_values(config, coming.chunk, 0, tiles, registers)
                 fetch_state(config, coming.chunk, 0, tiles, registers)
@@ -648,23 +723,18 @@ def lookahead_output_role(config, place, thread, scale, tiles, barriers, registe
                 # The products of the queries are the two newest groups.
                 TC.wait_wgmma(2)
                 TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
-                stage_output(0, here, tiles, barriers, registers)
-                show_tiles(barriers)
+                finish_output(here, tiles, barriers, registers)
                 TC.wait_wgmma(0)
                 TC.warpgroup_fence_operand(registers.next_output, num_regs=ACCUMULATOR_REGISTERS)
                 gate_output(coming, tiles, registers.next_output, registers.output)
                 arrive_warp(barriers.inputs_free, coming.stage)
-                if coming.chunk < last:
-                    multiply_queries_keys(following(config, coming), tiles, barriers, registers)
-                    finish_scores(registers)
 
     wait_published(config, place.chunks, 0, barriers)
     fetch_values(config, place.chunks, 0, tiles, registers)
     add_scores_values(step(config, last), tiles, registers)
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
-    stage_output(0, step(config, last), tiles, barriers, registers)
-    show_tiles(barriers)
+    finish_output(step(config, last), tiles, barriers, registers)
 
 
 @T.macro
@@ -673,18 +743,16 @@ def output_tile(config, here, group, coming, scale, tiles, barriers, registers):
     fetch_state(config, here.chunk, group, tiles, registers)
     release(config, here.chunk, group, barriers)
     multiply_queries(here, tiles, registers, registers.output)
-    if coming is not None:
-        multiply_queries_keys(coming, tiles, barriers, registers)
-        TC.wait_wgmma(1)
-    else:
-        TC.wait_wgmma(0)
+    TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
     gate_output(here, tiles, registers.output, registers.output)
     if group == config.state_groups - 1:
         arrive_warp(barriers.inputs_free, here.stage)
     if coming is not None:
+        multiply_queries_keys(coming, tiles, barriers, registers)
         finish_scores(registers)
         gate_scores(config, coming, scale, tiles, registers)
+        store_scores(coming, tiles, registers)
     wait_published(config, here.chunk + 1, group, barriers)
     fetch_values(config, here.chunk + 1, group, tiles, registers)
     add_scores_values(here, tiles, registers)
@@ -707,7 +775,8 @@ def output_role(config, place, thread, scale, tiles, barriers, registers):
         for here in steps(config, "output", lap):
             if here.chunk < place.chunks - 1:
                 for group in tuple(range(config.state_groups)):
-                    coming = following(config, here) if group == 0 else None
+                    ends = group == config.state_groups - 1
+                    coming = following(config, here) if ends else None
                     output_tile(config, here, group, coming, scale, tiles, barriers, registers)
                 show_tiles(barriers)
 
@@ -826,6 +895,11 @@ def gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates):
                     fetch_gates(place, here.chunk + 1, token, inputs, gates)
                 T.barrier_wait(barriers.inputs_landed[stage], here.filled)
                 arrive_warp(barriers.inputs_ready, stage)
+    if config.scores_group:
+        # The last publication has no chunk of its own to begin with.
+        after = step(config, place.chunks)
+        T.barrier_wait(barriers.inputs_free[after.stage], after.freed)
+        arrive_warp(barriers.inputs_ready, after.stage)
 
 
 @T.macro
@@ -924,14 +998,15 @@ def resident_kernel(config: ResidentConfig):
                     [WARP] * stages
                 ),  # by the producer warp and its TMA loads
                 inputs_ready=T.alloc_barrier(
-                    [GATE_WARPS] * stages
-                ),  # landed, and the gate factors written
+                    [GATE_WARPS + WARPS_PER_GROUP * config.scores_group] * stages
+                ),  # landed, and the gate factors written; by the output group if it shares it
                 inputs_free=T.alloc_barrier(
-                    [(groups + 1) * WARPS_PER_GROUP] * stages
-                ),  # by state and output groups
+                    [(groups + 1 + config.scores_group) * WARPS_PER_GROUP] * stages
+                ),  # by state, output and scores groups
                 published=T.alloc_barrier(
-                    [WARPS_PER_GROUP] * (config.slots * groups)
-                ),  # by each state group
+                    [WARPS_PER_GROUP * (1 + config.scores_group)] * (config.slots * groups)
+                ),  # by each state group, and the scores group
+                scores_free=T.alloc_barrier([WARPS_PER_GROUP] * SCORE_SLOTS),  # by the output group
                 consumed=T.alloc_barrier(
                     [WARPS_PER_GROUP] * (config.slots * groups)
                 ),  # by the output group
@@ -954,6 +1029,7 @@ def resident_kernel(config: ResidentConfig):
             )
             beside = SimpleNamespace(
                 scores=T.alloc_fragment((CHUNK, CHUNK), fp32),
+                scores_bf16=T.alloc_fragment((CHUNK, CHUNK), bf16),
                 old_state=[T.alloc_fragment((TILE, TILE), bf16) for _ in DK_HALVES],
                 values=T.alloc_fragment((TILE, CHUNK), bf16),
                 output=T.alloc_fragment((TILE, CHUNK), fp32),
@@ -1000,15 +1076,18 @@ def resident_kernel(config: ResidentConfig):
                 T.set_max_nreg(
                     config.registers[1], 1 if config.registers[1] > launch_registers(config) else 0
                 )
-                if config.lookahead:
-                    lookahead_output_role(config, place, thread, scale, tiles, barriers, beside)
+                if config.scores_group:
+                    lookahead_output_role(config, place, tiles, barriers, beside)
                 else:
                     output_role(config, place, thread, scale, tiles, barriers, beside)
-            else:
+            elif thread < config.service_thread:
                 T.set_max_nreg(config.registers[2], 0)
-                if thread < config.state_threads + WARP_GROUP + WARP:
+                scores_role(config, place, thread, scale, tiles, barriers, beside)
+            else:
+                T.set_max_nreg(config.registers[-1], 0)
+                if thread < config.service_thread + WARP:
                     producer_warp(config, place, inputs, tiles, barriers)
-                elif thread < config.state_threads + WARP_GROUP + 2 * WARP:
+                elif thread < config.service_thread + 2 * WARP:
                     writer_warp(config, place, inputs, tiles, barriers)
                 else:
                     gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates)
