@@ -1,195 +1,141 @@
 """run.py's command line: the lab's options and outputs, and what this project adds."""
 
 import argparse
-import csv
-import io
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from cases import Case
 
-from .check import Status
-from .device import pick_device, why_untimed
-from .evaluate import Outcome
-from .implementations import BACKENDS, CORE, OURS, SCOPES, names
+from .device import CPU, pick_device, why_untimed
+from .emulation import ALL_CHECKS, AUTO, EMULATOR, Emulation, resolve_backend
+from .implementations import ALIASES, BACKENDS, CORE, OURS, OWN, SCOPES, names
 from .progress import Progress, note
-from .results import Stamp, begin_metadata, finish_metadata, to_row
+from .report import FORMATS, Kind, Report
+from .results import Stamp, begin_metadata, finish_metadata, load_rows
 from .selection import Subject, available_peers, draw_seed, peer_entries, select_cases
 from .session import Session
-from .timing import REPETITIONS, WARMUP, Plan, Protocol, paired_ratio
+from .timing import REPETITIONS, WARMUP, Plan, Protocol
+from .versions import ALL, FAILURE_TIMEOUT_S, as_expected, every_version, expected, versions_table
 from .worker import TIMEOUT_S
 
 # What --hidden without a number stands for.
 NEW_SEED = -1
-FORMATS = ("table", "csv", "json")
-HEADER = ("CASE", "B", "T", "Hq", "Hv", "STATE", "RESULT", "MEDIAN(ms)")
-REFERENCE_HEADER = ("CASE", "SCOPE", "IMPLEMENTATION", "RESULT", "MEDIAN(ms)", "REF/STUDENT")
-CSV_COLUMNS = ("case", "correctness", "median_ms")
-REFERENCE_COLUMNS = (
-    "case",
-    "scope",
-    "implementation",
-    "correctness",
-    "median_ms",
-    "reference_over_student",
-)
+MEASURED_DEVICE = "nvidia-h200"
+TABLE_CASE = "long_low_gva"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 only if every case passed; 2 for arguments that make no sense."""
+    """Returns 0 only if every case passed; 2 for arguments that make no sense.
+
+    With --version all, a version that is kept to show how it fails must fail.
+    """
     parser = _parser()
     options = parser.parse_args(argv)
     hidden_seed = draw_seed() if options.hidden == NEW_SEED else options.hidden
     subject = Subject(options.impl, options.backend, options.version)
+    subjects, absent = [subject], []
     try:
         cases = select_cases(options.case, options.cases, hidden_seed)
         plan = Plan(Protocol(options.protocol), options.warmup, options.repetitions)
-        if not options.list:
-            subject.check(options.scope)
+        if not (options.list or options.versions_table):
+            _check_emulation(options)
+            if options.version == ALL:
+                subjects, absent = every_version(subject)
+            for one in subjects:
+                one.check(options.scope)
     except (ValueError, FileNotFoundError, ImportError) as error:
         parser.error(str(error))
+    if options.versions_table:
+        case = options.case[0] if options.case else TABLE_CASE
+        rows = load_rows(device=MEASURED_DEVICE)
+        print(versions_table(rows, case, options.output_format), end="")
+        return 0
     if hidden_seed is not None:
         note(f"hidden cases of seed {hidden_seed} (--hidden {hidden_seed} draws them again)")
     if options.list:
         _list(cases)
         return 0
-    return _run(options, cases, subject, plan)
+    for line in absent:
+        note(line)
+    return _run(options, cases, subjects, plan)
 
 
-def _run(options: argparse.Namespace, cases: list[Case], subject: Subject, plan: Plan) -> int:
-    device = pick_device()
-    untimed = why_untimed(device)
+def _check_emulation(options: argparse.Namespace) -> None:
+    if options.check is not None and options.backend != EMULATOR:
+        raise ValueError(f"--check is the emulator's, add --backend {EMULATOR}")
+    if options.reference_benchmarks and options.backend == EMULATOR:
+        raise ValueError("--reference-benchmarks compares times, the emulator has none")
+    if options.reference_benchmarks and options.version == ALL:
+        raise ValueError("--reference-benchmarks goes with one version, not with all")
+    Emulation(options.check)
+
+
+def _run(
+    options: argparse.Namespace, cases: list[Case], subjects: list[Subject], plan: Plan
+) -> int:
+    emulated = options.backend == EMULATOR
+    device = torch.device(CPU) if emulated else pick_device()
+    untimed = "the emulator runs on the CPU" if emulated else why_untimed(device)
     if untimed:
         note(f"nothing is timed: {untimed}")
-    beside = []
+    beside, kind = [], Kind.PLAIN
     if options.reference_benchmarks:
+        kind = Kind.REFERENCES
         present, absent = available_peers()
         beside = peer_entries(present)
         for line in absent:
             note(line)
-    report = Report(options.output_format, options.reference_benchmarks, cases)
+    elif options.version == ALL:
+        kind = Kind.VERSIONS
+    report = Report(options.output_format, kind, cases)
     metadata = begin_metadata(Stamp.now(device))
-    progress = Progress("case")
-    passed = True
+    runs = [(case, subject) for case in cases for subject in subjects]
+    progress = Progress("case" if len(subjects) == 1 else "run")
+    said = set()
+    satisfied = True
     with Session(
         device,
         [plan],
         options.backend,
         options.timeout,
         isolated=not options.in_process,
+        check=options.check,
         progress=progress.say,
+        steps=progress.steps,
     ) as session:
-        for case in progress.over(cases):
-            progress.say(case.name)
-            (student,), references = session.grade(case, subject, options.scope, beside)
-            passed = passed and student.status is Status.PASS
-            report.add(case, student, references)
+        for case, subject in progress.over(runs):
+            progress.say(" ".join(filter(None, (case.name, subject.version))))
+            subject, meaning = _resolved(subject, case, device)
+            if meaning and (case, meaning) not in said:
+                note(f"{case.name}: {meaning}")
+                said.add((case, meaning))
+            expectation = expected(subject.version)
+            timeout_s = options.timeout
+            if expectation == "fail" and device.type == "cuda":
+                timeout_s = min(timeout_s, FAILURE_TIMEOUT_S)
+            (student,), references = session.grade(case, subject, options.scope, beside, timeout_s)
+            report.add(case, student, references, expectation)
+            wanted = expectation if kind is Kind.VERSIONS else "pass"
+            satisfied = satisfied and as_expected(student, wanted)
             for outcome in (student, *references):
                 if outcome.reason:
-                    note(f"{case.name}: {outcome.implementation}: {outcome.reason}")
+                    name = subject.version if kind is Kind.VERSIONS else outcome.implementation
+                    note(f"{case.name}: {name}: {outcome.reason}")
     report.finish(finish_metadata(metadata))
     if options.out:
         Path(options.out).write_text(report.text, encoding="utf-8")
-    return 0 if passed else 1
+    return 0 if satisfied else 1
 
 
-class Report:
-    """The rows, printed to standard output as they come (JSON: at the end) and kept as text."""
-
-    def __init__(self, style: str, references: bool, cases: Sequence[Case]) -> None:
-        self._style, self._references = style, references
-        self._width = max(len(case.name) for case in cases)
-        self._outcomes: list[Outcome] = []
-        self.text = ""
-        if style == "csv":
-            self._print(_csv_line(REFERENCE_COLUMNS if references else CSV_COLUMNS))
-        elif style == "table":
-            self._print(self._table_line(REFERENCE_HEADER if references else HEADER))
-
-    def add(self, case: Case, student: Outcome, references: Sequence[Outcome]) -> None:
-        """One case: the student's row, then the references' if they were asked for."""
-        self._outcomes += [student, *references]
-        if self._style == "json":
-            return
-        if not self._references:
-            self._line(case, student)
-            return
-        self._reference_line(student, None)
-        for reference in references:
-            self._reference_line(reference, reference_over_student(reference, student))
-
-    def finish(self, metadata: dict) -> None:
-        """Ends the report; JSON is printed here."""
-        if self._style != "json":
-            return
-        stamp = Stamp(*(metadata[key] for key in ("device", "date", "revision")))
-        rows = [
-            {**asdict(to_row(outcome, stamp)), "reason": outcome.reason}
-            for outcome in self._outcomes
-        ]
-        self._print(json.dumps({"metadata": metadata, "rows": rows}, indent=2) + "\n")
-
-    def _line(self, case: Case, outcome: Outcome) -> None:
-        median = _milliseconds(outcome.median_ms)
-        if self._style == "csv":
-            self._print(_csv_line((case.name, outcome.status.value, median)))
-            return
-        state = "yes" if case.initial_state else "no"
-        values = (case.name, case.B, case.T, case.Hq, case.Hv, state, outcome.status, median)
-        self._print(self._table_line(values))
-
-    def _reference_line(self, outcome: Outcome, ratio: float | None) -> None:
-        values = (
-            outcome.case,
-            outcome.scope,
-            outcome.implementation,
-            outcome.status.value,
-            _milliseconds(outcome.median_ms),
-            "" if ratio is None else f"{ratio:.4f}",
-        )
-        self._print(_csv_line(values) if self._style == "csv" else self._table_line(values))
-
-    def _table_line(self, values: Sequence[object]) -> str:
-        if self._references:
-            widths = (-self._width, -5, -22, -14, 11, 12)
-        else:
-            widths = (-self._width, 3, 6, 4, 4, 6, -14, 11)
-        cells = (
-            str(value).ljust(-width) if width < 0 else str(value).rjust(width)
-            for value, width in zip(values, widths, strict=True)
-        )
-        return "  ".join(cells).rstrip() + "\n"
-
-    def _print(self, text: str) -> None:
-        self.text += text
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-
-def reference_over_student(reference: Outcome, student: Outcome) -> float | None:
-    """Reference time over student time, above 1 where the student is faster; None if untimed.
-
-    Paired round by round where both were timed in turn, else a ratio of medians.
-    """
-    ours, theirs = student.sample, reference.sample
-    if ours is None or theirs is None:
-        return None
-    if ours.repetitions == theirs.repetitions and student.version != "submission":
-        return paired_ratio(theirs, ours)
-    return theirs.median_ms / ours.median_ms
-
-
-def _csv_line(values: Sequence[object]) -> str:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerow(values)
-    return buffer.getvalue()
-
-
-def _milliseconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.6f}"
+def _resolved(subject: Subject, case: Case, device: torch.device) -> tuple[Subject, str]:
+    """The subject with the backend that it gets on `case`, and a line that says so."""
+    if subject.submission is not None or ALIASES.get(subject.name, subject.name) not in OWN:
+        return subject, ""
+    backend, meaning = resolve_backend(subject.backend, case, device.type, subject.version)
+    return replace(subject, backend=backend), meaning
 
 
 def _list(cases: Sequence[Case]) -> None:
@@ -228,9 +174,33 @@ def _parser() -> argparse.ArgumentParser:
         " gdn_prefill_forward (default: %(default)s)",
     )
     what.add_argument(
-        "--version", metavar="VERSION", help="a version of the kernel's ladder, such as v1"
+        "--version",
+        metavar="VERSION",
+        help="a version of the kernel's ladder, such as v1, or all, one after the other; those that"
+        " are kept to show how they fail must fail then",
     )
-    what.add_argument("--backend", choices=BACKENDS, default="auto")
+    what.add_argument(
+        "--versions-table",
+        action="store_true",
+        help=f"print the ladder with the times recorded on an H200 (of --case, else {TABLE_CASE})"
+        " and stop",
+    )
+    what.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default=AUTO,
+        help="cuda: the kernels; torch: the portable functions; emulator: the kernels on the CPU;"
+        " auto: cuda on a Hopper GPU, without one the emulator for small cases and torch for large"
+        " (default: %(default)s)",
+    )
+    what.add_argument(
+        "--check",
+        nargs="?",
+        const=ALL_CHECKS,
+        metavar="GROUPS",
+        help="with --backend emulator: look for races, deadlocks, bad indices and reads of nothing"
+        f" (GROUPS: {ALL_CHECKS}; default: all of them)",
+    )
     what.add_argument("--scope", choices=SCOPES, default=CORE)
     how = parser.add_argument_group("how to time it")
     how.add_argument("--protocol", choices=[p.value for p in Protocol], default=Protocol.OJ.value)

@@ -19,6 +19,7 @@ from .check import (
     poison_pool,
 )
 from .device import ceilings, why_untimed
+from .emulation import AUTO, EmulatedFaultError, Emulation
 from .floors import floor_ms
 from .implementations import CORE, Implementation, get
 from .problem import Problem, build_problem
@@ -52,6 +53,7 @@ class Outcome:
     """What came of one entry on one case under one protocol; times in milliseconds, raw.
 
     times_ms is empty where the case did not pass, and where nothing is timed (no GPU, a profiler).
+    backend is the one that was asked for, "" where there is no choice.
     """
 
     case: str
@@ -62,6 +64,7 @@ class Outcome:
     status: Status
     reason: str = ""
     times_ms: tuple[float, ...] = ()
+    backend: str = ""
 
     @property
     def sample(self) -> Sample | None:
@@ -99,19 +102,21 @@ def compare(
     plans: Sequence[Plan],
     device: torch.device,
     seed: int = SEED,
-    backend: str = "auto",
+    backend: str = AUTO,
     thorough: bool | None = None,
+    emulation: Emulation | None = None,
 ) -> list[Outcome]:
     """Checks every entry and times the right ones, interleaved, under each plan.
 
     `thorough` also checks a later call, and one after the timing on refilled inputs, so that a
     result kept from earlier calls is found; None means where there is a GPU. An entry that raises
-    gets ERROR; the others go on.
+    gets ERROR; the others go on. `emulation` is for the backend "emulator".
     """
     thorough = device.type == "cuda" if thorough is None else thorough
     problem = build_problem(case, device, seed, backend)
     candidates = [
-        _Candidate(entry, get(entry.implementation, backend, entry.version)) for entry in entries
+        _Candidate(entry, get(entry.implementation, backend, entry.version, emulation))
+        for entry in entries
     ]
     for candidate in candidates:
         _admit(candidate, problem, thorough)
@@ -239,6 +244,7 @@ def _outcome(candidate: _Candidate, case: Case, plan: Plan) -> Outcome:
         status=verdict.status,
         reason=verdict.reason,
         times_ms=sample.times_ms if sample is not None and verdict.passed else (),
+        backend=candidate.implementation.backend,
     )
 
 
@@ -277,6 +283,8 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _error(error: Exception) -> Verdict:
+    if isinstance(error, EmulatedFaultError):
+        return Verdict(Status.ERROR, str(error))
     where = traceback.extract_tb(error.__traceback__)[-1]
     lines = str(error).strip().splitlines() or [""]
     return Verdict(

@@ -6,18 +6,19 @@ A name is one of names(), or "package.module:ATTRIBUTE" for an Implementation of
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from .emulation import AUTO, CUDA, EMULATOR, TORCH, Emulation, preparing_backend, shipped_forward
 from .problem import Problem
 
 CORE = "core"
 FULL = "full"
 SCOPES = (CORE, FULL)
-BACKENDS = ("auto", "cuda", "torch")
+BACKENDS = (AUTO, CUDA, TORCH, EMULATOR)
 OURS = "gdn_prefill"
 # Fresh output tensors on every call, as a caller gets by default.
 OURS_FRESH = "gdn_prefill_fresh"
@@ -59,8 +60,9 @@ class Ours:
 
     name: str = OURS
     reuse_outputs: bool = True
-    backend: str = "auto"
+    backend: str = AUTO
     scopes: tuple[str, ...] = SCOPES
+    emulation: Emulation = field(default_factory=Emulation)
 
     @property
     def version(self) -> str:
@@ -71,7 +73,7 @@ class Ours:
     def unavailable(self) -> str | None:
         if importlib.util.find_spec("gdn_prefill") is None:
             return "the package gdn_prefill is not importable (pip install -e . or PYTHONPATH)"
-        if self.backend == "cuda" and not torch.cuda.is_available():
+        if self.backend == CUDA and not torch.cuda.is_available():
             return "backend 'cuda' needs a GPU, and torch sees none"
         return None
 
@@ -84,6 +86,8 @@ class Ours:
         from gdn_prefill import gdn_prefill_forward, prepare
 
         inputs = problem.inputs
+        if self.backend == EMULATOR:
+            return self._bind_emulated(problem, scope)
         options = {"backend": self.backend, "reuse_outputs": self.reuse_outputs}
 
         def core() -> tuple[Tensor, Tensor]:
@@ -113,6 +117,20 @@ class Ours:
 
         return {CORE: core, FULL: full}[check_scope(self, scope)]
 
+    def _bind_emulated(self, problem: Problem, scope: str) -> Call:
+        from gdn_prefill import prepare
+
+        inputs, forward = problem.inputs, shipped_forward(problem, self.emulation)
+
+        def core() -> tuple[Tensor, Tensor]:
+            return forward(problem.g_cumsum, problem.A)
+
+        def full() -> tuple[Tensor, Tensor]:
+            backend = preparing_backend(self.backend)
+            return forward(*prepare(inputs.k, inputs.g, inputs.beta, backend=backend))
+
+        return {CORE: core, FULL: full}[check_scope(self, scope)]
+
 
 @dataclass(frozen=True)
 class Ladder:
@@ -120,21 +138,36 @@ class Ladder:
 
     version: str
     name: str = LADDER
-    backend: str = "cuda"
+    backend: str = AUTO
     scopes: tuple[str, ...] = (CORE,)
+    emulation: Emulation = field(default_factory=Emulation)
 
     def unavailable(self) -> str | None:
         if importlib.util.find_spec("gdn_ladder") is None:
             return "the package gdn_ladder is not importable (pip install -e . or PYTHONPATH)"
-        if not torch.cuda.is_available():
-            return "the ladder's kernels need a GPU, and torch sees none"
+        without = not torch.cuda.is_available()
+        if self.backend == EMULATOR or (self.backend == AUTO and without):
+            from gdn_ladder import get_version
+            from gdn_ladder.families import PackageRuntime
+
+            if isinstance(get_version(self.version).family, PackageRuntime):
+                return f"{self.version} is the package's way of launching a kernel, it needs a GPU"
+        elif without:
+            return (
+                "the ladder's kernels need a GPU, and torch sees none (--backend emulator runs"
+                " them without)"
+            )
         return None
 
     def bind(self, problem: Problem, scope: str) -> Call:
-        from gdn_ladder import forward
+        from gdn_ladder import forward, get_version
 
         check_scope(self, scope)
         inputs = problem.inputs
+        execute = None
+        if self.backend == EMULATOR:
+            expected = get_version(self.version).expected
+            execute = self.emulation.for_version(expected).execute
 
         def core() -> tuple[Tensor, Tensor]:
             return forward(
@@ -146,6 +179,7 @@ class Ladder:
                 inputs.beta,
                 problem.A,
                 inputs.initial_state,
+                execute=execute,
             )
 
         return core
@@ -180,23 +214,36 @@ def names() -> tuple[str, ...]:
     return (OURS, OURS_FRESH, *(peer.name for peer in peers()))
 
 
-def get(name: str, backend: str = "auto", version: str | None = None) -> Implementation:
+def get(
+    name: str,
+    backend: str = AUTO,
+    version: str | None = None,
+    emulation: Emulation | None = None,
+) -> Implementation:
     """Finds an implementation.
 
-    `backend` chooses among this package's backends; `version` asks for that version of the ladder
-    in its place. Raises ValueError naming what is allowed.
+    `backend` chooses among this package's backends, `emulation` says how "emulator" goes about it;
+    `version` asks for that version of the ladder in the package's place. Raises ValueError naming
+    what is allowed.
     """
     name = ALIASES.get(name, name)
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}, must be one of {', '.join(BACKENDS)}")
+    emulation = emulation or Emulation()
     if version is not None:
-        return _ladder(name, version)
+        found = _ladder(name, version)
+        if backend == TORCH:
+            raise ValueError(f"backend is {TORCH!r}, a version of the ladder has none of that kind")
+        return replace(found, backend=backend, emulation=emulation)
     if name in (OURS, OURS_FRESH):
-        return replace(Ours(), name=name, reuse_outputs=name == OURS, backend=backend)
+        ours = Ours(name, reuse_outputs=name == OURS)
+        return replace(ours, backend=backend, emulation=emulation)
     if ":" in name:
         return _imported(name)
     for peer in peers():
         if peer.name == name:
+            if backend == EMULATOR:
+                raise ValueError(f"backend {EMULATOR!r} runs this package's kernels, not {name}")
             return peer
     raise ValueError(
         f"implementation is {name!r}, must be one of {', '.join(names())}, 'package.module:NAME'"
@@ -204,7 +251,7 @@ def get(name: str, backend: str = "auto", version: str | None = None) -> Impleme
     )
 
 
-def _ladder(name: str, version: str) -> Implementation:
+def _ladder(name: str, version: str) -> Ladder:
     if name not in (OURS, LADDER):
         raise ValueError(f"version {version!r} is of this package's ladder, not of {name}")
     known = ladder_versions()

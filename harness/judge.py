@@ -47,6 +47,8 @@ FEWEST_AUDITS = 6
 # Without a GPU nothing is reported, so the calls stop when enough of them were seen.
 CPU_BUDGET_S = 60.0
 CPU_FEWEST = 4
+# With fewer counted calls than this, repeated ones are not held against them: chance would decide.
+FEWEST_COMPARED = 4
 CPU_MOST_AUDITS = 16
 # Percentiles between which times are compared, so that a disturbed call decides nothing.
 FEW, MOST = 30, 70
@@ -220,7 +222,7 @@ class _Trial:
             stdout=subprocess.DEVNULL,
             pass_fds=(child_reads, child_writes),
             cwd=ROOT,
-            env=child_environment(),
+            env=child_environment(device.type == "cpu"),
             start_new_session=True,
         )
         os.close(child_reads)
@@ -403,6 +405,8 @@ class _Trial:
         if drain > slack.drain_ms + slack.drain_share * typical:
             reasons.append(f"the device worked on for {drain:.4f} ms after a call's time ended")
         for kind, calls in (("rewritten", record.rewritten), ("untouched", record.untouched)):
+            if len(record.fresh) < FEWEST_COMPARED:
+                break
             again = percentile([call.ms for call in calls], MOST)
             if quick - again > slack.repeat_ms and again < slack.repeat_share * quick:
                 reasons.append(

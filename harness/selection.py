@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cases import Case, hidden_cases, load_cases
 
+from .emulation import AUTO, EMULATOR
 from .evaluate import Entry
 from .implementations import BACKENDS, CORE, SCOPES, Implementation, get, peers
 
@@ -18,7 +19,7 @@ class Subject:
     """What is graded: a submission file, or an implementation by name (and ladder version)."""
 
     name: str
-    backend: str = "auto"
+    backend: str = AUTO
     version: str | None = None
 
     @property
@@ -52,6 +53,8 @@ class Subject:
             raise ValueError(f"submission {self.submission} does not exist")
         elif scope != CORE or self.version:
             raise ValueError("a submission file has no versions, and the core scope only")
+        elif self.backend == EMULATOR:
+            raise ValueError(f"backend {EMULATOR!r} runs this package's kernels, not a submission")
 
 
 def draw_seed() -> int:

@@ -11,33 +11,52 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from cases import SEED, Case
 
 from .check import Status
+from .emulation import AUTO, Emulation, Steps
 from .evaluate import NOT_CAPTURED, Entry, Outcome
 from .implementations import get
 from .timing import Plan, Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600.0
+# On cores that are shared, with others or among the emulator's processes, threads that spin while
+# they wait cost more than they compute.
+CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
+STEPS_S = 0.1
 
 
-def child_environment() -> dict[str, str]:
-    """The environment of a child: this repository first on its path, installed or not."""
+def child_environment(cpu: bool = False) -> dict[str, str]:
+    """The environment of a child: this repository first on its path, installed or not.
+
+    `cpu`: it computes on the CPU; what the user has set stays.
+    """
     paths = [str(ROOT), str(ROOT / "kernel"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return {
+        **(CPU_ENVIRONMENT if cpu else {}),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
 
 
 class Worker:
-    """Runs evaluate.compare() in a child process; a context manager that ends the child."""
+    """Runs evaluate.compare() in a child process; a context manager that ends the child.
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+    steps(done, total) is told how far an emulation is.
+    """
+
+    def __init__(
+        self, timeout_s: float = TIMEOUT_S, steps: Steps = lambda done, total: None
+    ) -> None:
         self._timeout_s = timeout_s
+        self._steps = steps
         self._process: subprocess.Popen | None = None
+        self._unread = b""
 
     def __enter__(self) -> "Worker":
         return self
@@ -51,10 +70,14 @@ class Worker:
         entries: Sequence[Entry],
         plans: Sequence[Plan],
         seed: int = SEED,
-        backend: str = "auto",
+        backend: str = AUTO,
         cpu: bool = False,
+        check: str | None = None,
+        timeout_s: float | None = None,
     ) -> list[Outcome]:
         """As evaluate.compare(), but always returns: TIMEOUT or ERROR outcomes say what happened.
+
+        `check` is the emulator's; `timeout_s` stands for the worker's own.
 
         After a crash or an unusable GPU with several entries each is run again on its own, so that
         it is charged to the one that caused it.
@@ -66,13 +89,17 @@ class Worker:
             "seed": seed,
             "backend": backend,
             "cpu": cpu,
+            "check": check,
         }
-        answer = self._ask(job)
+        answer = self._ask(job, self._timeout_s if timeout_s is None else timeout_s)
         spoiled = answer.get("spoiled") and len(entries) > 1
         if "outcomes" in answer and not spoiled:
             return [Outcome.from_json(outcome) for outcome in answer["outcomes"]]
         if len(entries) > 1:
-            alone = [self.compare(case, [e], plans, seed, backend, cpu) for e in entries]
+            alone = [
+                self.compare(case, [entry], plans, seed, backend, cpu, check, timeout_s)
+                for entry in entries
+            ]
             return [outcome for outcomes in alone for outcome in outcomes]
         status, reason = Status(answer["status"]), answer["reason"]
         return [_failed(case, entries[0], backend, plan, status, reason) for plan in plans]
@@ -80,6 +107,7 @@ class Worker:
     def close(self) -> None:
         """Ends the child, if there is one."""
         process, self._process = self._process, None
+        self._unread = b""
         if process is None:
             return
         if process.poll() is None:
@@ -88,14 +116,14 @@ class Worker:
         process.stdin.close()
         process.stdout.close()
 
-    def _ask(self, job: dict) -> dict:
+    def _ask(self, job: dict, timeout_s: float) -> dict:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "harness.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd=ROOT,
-                env=child_environment(),
+                env=child_environment(job["cpu"]),
                 start_new_session=True,
             )
         process = self._process
@@ -104,35 +132,41 @@ class Worker:
             process.stdin.flush()
         except BrokenPipeError:
             pass
-        line = self._read_line(time.monotonic() + self._timeout_s)
-        if line is None:
-            self.close()
-            return {
-                "status": Status.TIMEOUT.value,
-                "reason": f"no answer within {self._timeout_s:g} s",
-            }
-        if not line.endswith(b"\n"):
-            code = process.wait()
-            self.close()
-            return {"status": Status.ERROR.value, "reason": describe_exit(code)}
-        answer = json.loads(line)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            line = self._read_line(deadline)
+            if line is None:
+                self.close()
+                return {
+                    "status": Status.TIMEOUT.value,
+                    "reason": f"no answer within {timeout_s:g} s",
+                }
+            if not line.endswith(b"\n"):
+                code = process.wait()
+                self.close()
+                return {"status": Status.ERROR.value, "reason": describe_exit(code)}
+            answer = json.loads(line)
+            if "steps" not in answer:
+                break
+            self._steps(*answer["steps"])
         if answer.get("spoiled") or answer.get("stale"):
             self.close()
         return answer
 
     def _read_line(self, deadline: float) -> bytes | None:
         """One line of the child's, what it left behind if it ended, or None when time is up."""
-        stream, line = self._process.stdout, b""
+        stream = self._process.stdout
         with selectors.DefaultSelector() as selector:
             selector.register(stream, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
+            while b"\n" not in self._unread:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     return None
                 part = os.read(stream.fileno(), 1 << 20)
                 if not part:
-                    return line
-                line += part
-        return line
+                    break
+                self._unread += part
+        line, newline, self._unread = self._unread.partition(b"\n")
+        return line + newline
 
 
 def describe_exit(code: int) -> str:
@@ -154,10 +188,11 @@ def _failed(
         plan.protocol.value,
         status,
         reason,
+        backend=backend,
     )
 
 
-def _answer(job: dict) -> dict:
+def _answer(job: dict, say: Callable[[dict], None]) -> dict:
     import torch
 
     from .device import pick_device
@@ -171,6 +206,7 @@ def _answer(job: dict) -> dict:
         device,
         job["seed"],
         job["backend"],
+        emulation=Emulation(job["check"], steps=_seldom(say)),
     )
     # A capture that failed may leave allocator and generator state behind; the results are good.
     stale = any(outcome.reason.startswith(NOT_CAPTURED) for outcome in outcomes)
@@ -179,6 +215,20 @@ def _answer(job: dict) -> dict:
         "spoiled": not _gpu_answers(device),
         "stale": stale,
     }
+
+
+def _seldom(say: Callable[[dict], None]) -> Steps:
+    """Passes on what a reader of the steps can follow."""
+    last = 0.0
+
+    def steps(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= STEPS_S or done == total:
+            last = now
+            say({"steps": [done, total]})
+
+    return steps
 
 
 def _gpu_answers(device) -> bool:
@@ -198,13 +248,17 @@ def main() -> None:
     """Answers jobs, one JSON line each, until standard input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def say(message: dict) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
     for line in sys.stdin:
         try:
-            answer = _answer(json.loads(line))
+            answer = _answer(json.loads(line), say)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             answer = {"status": Status.ERROR.value, "reason": reason, "spoiled": True}
-        print(json.dumps(answer), file=answers, flush=True)
+        say(answer)
 
 
 if __name__ == "__main__":

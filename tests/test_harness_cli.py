@@ -12,10 +12,12 @@ from cases import load_cases
 from harness import cli
 from harness.check import Status
 from harness.evaluate import Outcome
+from harness.report import Kind, Report
 
 ROOT = Path(__file__).parent.parent
 HEADER = "name,B,T,Hq,Hv,initial_state,gate\n"
 BOTH = ["--in-process", "--backend", "torch"]
+SUBMISSION = "tests/submissions/honest.py"
 
 
 @pytest.fixture(autouse=True)
@@ -94,10 +96,10 @@ def test_times_are_printed_with_six_digits(capsys):
     case = load_cases()[0]
     student = Outcome(case.name, "mine", "1", "core", "oj", Status.PASS, "", (0.1, 0.2, 0.4))
     peer = Outcome(case.name, "fla", "1", "full", "oj", Status.PASS, "", (0.2, 0.8, 0.4))
-    report = cli.Report("csv", False, [case])
+    report = Report("csv", Kind.PLAIN, [case])
     report.add(case, student, [])
     assert report.text.splitlines()[1] == "short_tail_state,PASS,0.200000"
-    report = cli.Report("csv", True, [case])
+    report = Report("csv", Kind.REFERENCES, [case])
     report.add(case, student, [peer])
     # Ratios of the rounds: 2, 4, 1.
     assert report.text.splitlines()[2] == "short_tail_state,full,fla,PASS,0.400000,2.0000"
@@ -138,6 +140,15 @@ def test_hidden_cases_are_drawn_from_the_seed_that_is_printed(capsys):
         (["--impl", "fakes:ABSENT"], "not available here: the package absent is not installed"),
         (["--impl", "fakes:CORE_ONLY", "--scope", "full"], "fakes:CORE_ONLY has core"),
         (["--version", "v8"], "version is 'v8', must be one of v1"),
+        (["--version", "v1"], "backend is 'torch', a version of the ladder has none"),
+        (["--version", "all", "--impl", "fla"], "is of this package's ladder, not of fla"),
+        (["--check"], "--check is the emulator's, add --backend emulator"),
+        (["--backend", "emulator", "--check", "taste"], "check='taste': allowed are race"),
+        (["--backend", "emulator", "--impl", "fla"], "runs this package's kernels, not fla"),
+        (["--backend", "emulator", "--impl", SUBMISSION], "kernels, not a submission"),
+        (["--backend", "emulator", "--version", "v14"], "v14 is the package's way of launching"),
+        (["--backend", "emulator", "--reference-benchmarks"], "the emulator has none"),
+        (["--version", "all", "--reference-benchmarks"], "goes with one version"),
         (["--protocol", "fast"], "invalid choice"),
     ],
 )
@@ -149,13 +160,14 @@ def test_senseless_arguments_exit_with_2(arguments, message, capsys):
 
 
 def test_the_command_itself_with_a_submission_and_without(cases):
-    for arguments in ([], ["--impl", "tests/submissions/honest.py"]):
+    for arguments in ([], ["--impl", SUBMISSION]):
         command = [sys.executable, "run.py", "--cases", cases, "--case", "tiny_a", *arguments]
         command += ["--output-format", "csv", "--repetitions", "2", "--warmup", "1"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         if not torch.cuda.is_available():
             assert done.stdout == "case,correctness,median_ms\ntiny_a,PASS,\n"
+            assert ("in the emulator" in done.stderr) is (arguments == [])
 
 
 @pytest.mark.gpu

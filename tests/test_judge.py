@@ -118,11 +118,11 @@ def test_a_missing_file_is_an_error_of_the_caller(tmp_path):
         judge(tmp_path / "none.py", TINY, PLAN, CPU)
 
 
-def doubts(fresh, seen=None, drain=0.0, rewritten=None, untouched=None, slack=CPU_SLACK):
-    """What the judge says of calls of so many ms each, if its own clock saw `seen` ms."""
+def doubts(fresh, seen=None, drain=0.0, rewritten=None, untouched=None, slack=CPU_SLACK, count=4):
+    """What the judge says of `count` calls of so many ms each, if its own clock saw `seen` ms."""
 
     def calls(ms, seen_ms=None, drain_ms=0.0):
-        return [_Call(ms, drain_ms, ms if seen_ms is None else seen_ms, 0)] * 3
+        return [_Call(ms, drain_ms, ms if seen_ms is None else seen_ms, 0)] * count
 
     trial = object.__new__(_Trial)
     trial._case, trial._plan, trial._device = TINY, Plan(), CPU
@@ -147,6 +147,11 @@ def test_times_that_do_not_fit_are_doubted(slack, ms):
 def test_ordinary_noise_is_not_doubted():
     assert doubts(20.0, seen=22.0, rewritten=15.0, untouched=25.0) == []
     assert doubts(0.05, seen=0.06, drain=0.005, rewritten=0.04, slack=GPU_SLACK) == []
+
+
+def test_two_calls_prove_no_kept_result():
+    assert doubts(20.0, untouched=5.0, count=2) == []
+    assert "the judge's clock" in doubts(20.0, seen=60.0, count=2)[0]
 
 
 def test_the_child_gets_no_expected_values(monkeypatch):
