@@ -34,7 +34,7 @@ import tilelang
 import tilelang.language as T
 from tvm import tirx
 
-from .naming import named
+from gdn_prefill.kernels.naming import named
 
 CHUNK = 64
 HEAD_DIM = 128

@@ -28,7 +28,7 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 from tvm import tirx
 
-from .naming import named
+from gdn_prefill.kernels.naming import named
 
 CHUNK = 64
 HEAD_DIM = 128

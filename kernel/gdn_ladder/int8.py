@@ -20,8 +20,9 @@ import tilelang
 import tilelang.language as T
 from tvm import tirx
 
+from gdn_prefill.kernels.naming import named
+
 from .early import CHUNK, FP32, HEAD_DIM, LOG2_E, SCALE, WARP_GROUP, load_gates, load_tile
-from .naming import named
 
 BF16 = "bfloat16"
 INT8 = "int8"

@@ -14,7 +14,7 @@ import tilelang
 import tilelang.language as T
 from tvm import tirx
 
-from .naming import named
+from gdn_prefill.kernels.naming import named
 
 HEAD_DIM = 128
 COLUMNS = 64

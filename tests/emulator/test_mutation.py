@@ -2,7 +2,7 @@
 
 The table itself: python -m tile_emulator.mutate gdn_prefill.kernels.forward:forward_kernel
 --args "ForwardConfig(1, 2, use_initial_state=True)" --shape batch=1,tokens=264
---justified tests/emulator/survivors_forward.csv --out results/mutants_forward.csv
+--justified tests/emulator/survivors_forward.csv --out results/emulator/mutants_forward.csv
 """
 
 import argparse

@@ -27,6 +27,8 @@ import tilelang
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
+from .naming import named
+
 CHUNK = 64
 HEAD_DIM = 128
 
@@ -41,6 +43,16 @@ THREADS = CONSUMERS + WARP_GROUP
 STATE_START, V_START, O_START = (group * WARP_GROUP for group in range(CONSUMER_GROUPS))
 QK_START, V_BETA_START, A_GATE_START, STORE_START = (CONSUMERS + warp * WARP for warp in range(4))
 
+# Thread ranges by role, for reports about the kernel.
+ROLES = {
+    "state": (STATE_START, V_START),
+    "V": (V_START, O_START),
+    "O": (O_START, QK_START),
+    "load_qk": (QK_START, V_BETA_START),
+    "load_v_beta": (V_BETA_START, A_GATE_START),
+    "load_a_gate": (A_GATE_START, STORE_START),
+    "store": (STORE_START, THREADS),
+}
 V_GROUP_SYNC, O_GROUP_SYNC = 1, 2  # named barriers inside a warp group; 0 is the whole block's
 
 LOG2_E = 1.4426950408889634
@@ -341,7 +353,8 @@ def forward_kernel(config: ForwardConfig):
                 tokens=tokens,
                 chunks=T.ceildiv(tokens, CHUNK),
             )
-            tiles = SimpleNamespace(
+            tiles = named(
+                "_shared",
                 q=T.alloc_shared((config.stages, CHUNK, HEAD_DIM), bf16),
                 k=T.alloc_shared((config.stages, CHUNK, HEAD_DIM), bf16),
                 v=T.alloc_shared((config.stages, CHUNK, dv), bf16),
@@ -358,7 +371,7 @@ def forward_kernel(config: ForwardConfig):
                 scores=T.alloc_shared((CHUNK, CHUNK), bf16),
                 output=T.alloc_shared((CHUNK, dv), bf16),
             )
-            barriers = SimpleNamespace(
+            barriers = named(
                 inputs_ready=T.alloc_barrier([LOADERS] * config.stages),
                 inputs_free=T.alloc_barrier([CONSUMERS] * config.stages),
                 state_ready=T.alloc_barrier(WARP_GROUP),  # by the state group
