@@ -8,6 +8,7 @@ import csv
 import datetime
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -138,10 +139,18 @@ def begin_metadata(stamp: Stamp) -> dict:
     return {
         "schema": SCHEMA,
         **asdict(stamp),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": command_line(sys.argv),
         "software": software(),
         "clocks_before": query_clocks(),
     }
+
+
+def command_line(argv: Sequence[str], root: Path = ROOT) -> str:
+    """What was typed, without the paths of the machine it was typed on."""
+    script = Path(argv[0])
+    if script.is_absolute() and script.is_relative_to(root):
+        script = script.relative_to(root)
+    return shlex.join(["python", str(script), *argv[1:]])
 
 
 def finish_metadata(begun: Mapping[str, object], **more: object) -> dict:

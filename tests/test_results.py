@@ -16,6 +16,7 @@ from harness.results import (
     Row,
     Stamp,
     begin_metadata,
+    command_line,
     finish_metadata,
     load_results,
     load_rows,
@@ -190,6 +191,14 @@ def test_metadata_says_what_it_was_measured_with():
     assert metadata["device"] == "cpu"
     assert metadata["software"]["torch"].startswith(torch.__version__.split("+")[0])
     assert {"command", "clocks_before", "clocks_after", "driver", "seed"} <= set(metadata)
+
+
+def test_the_command_is_told_without_the_machines_paths():
+    root = RESULTS.parent
+    argv = [str(root / "harness" / "bench.py"), "--case", "a b"]
+    assert command_line(argv) == "python harness/bench.py --case 'a b'"
+    assert command_line(["run.py"]) == "python run.py"
+    assert command_line(["/elsewhere/x.py"]) == "python /elsewhere/x.py"
 
 
 def test_the_revision_of_no_repository(tmp_path, monkeypatch):
