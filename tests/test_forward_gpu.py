@@ -322,6 +322,18 @@ def test_bad_input_is_refused_before_anything_is_launched():
                 gdn_prefill.gdn_prefill_forward(*wrong, reuse_outputs=reuse)
 
 
+def test_grad_is_refused_on_a_warm_call_too():
+    call = arguments(make_inputs(small(), "cuda"))
+    for _ in range(3):
+        gdn_prefill.gdn_prefill_forward(*call, reuse_outputs=True)
+    call[4].requires_grad_()
+    for reuse in (False, True):
+        with pytest.raises(ValueError, match="beta requires grad"):
+            gdn_prefill.gdn_prefill_forward(*call, reuse_outputs=reuse)
+        with torch.no_grad():
+            gdn_prefill.gdn_prefill_forward(*call, reuse_outputs=reuse)
+
+
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_prepare_matches_float64(ratio):
     case = small(B=3, T=1025, Hq=2, Hv=2 * ratio)

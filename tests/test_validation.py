@@ -117,6 +117,16 @@ def test_non_contiguous_is_refused_not_repaired(check, make, name):
 
 
 @every_argument
+def test_an_argument_that_requires_grad_is_refused_while_grad_is_recorded(check, make, name):
+    arguments = make()
+    arguments[name].requires_grad_()
+    with pytest.raises(ValueError, match=rf"^{name} requires grad"):
+        check(**arguments)
+    with torch.no_grad():
+        check(**arguments)
+
+
+@every_argument
 def test_other_layout_is_refused(check, make, name):
     good = torch.ones(make()[name].shape, dtype=make()[name].dtype)
     with pytest.raises(ValueError, match=rf"^{name} has layout torch.sparse_coo"):

@@ -271,6 +271,7 @@ def appearance(tensors, scale, block_dv) -> tuple:
         tuple([t.shape for t in tensors]),
         tuple([t.dtype for t in tensors]),
         tuple([t.is_contiguous() for t in tensors]),
+        torch.is_grad_enabled() and any([t.requires_grad for t in tensors]),
         scale,
         block_dv,
     )

@@ -144,6 +144,11 @@ def _check_tensor(name: str, value: object, dtype: torch.dtype) -> None:
         raise TypeError(f"{name} has dtype {value.dtype}; it must be {dtype}")
     if value.layout != torch.strided:
         raise ValueError(f"{name} has layout {value.layout}; it must be dense (torch.strided)")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires grad, and there is no backward; call under torch.no_grad(), or pass "
+            f"{name}.detach()"
+        )
     if not value.is_contiguous():
         raise ValueError(
             f"{name} is not contiguous: shape {tuple(value.shape)}, strides {value.stride()}; "
