@@ -18,7 +18,7 @@ export PYTHONPATH := kernel:.$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 HAS_CUDA_TORCH := import sys, torch; sys.exit(torch.version.cuda is None)
 
-.PHONY: help setup run test lint score bench baseline profile-nsys profile-ncu clean
+.PHONY: help setup run test lint score bench baseline profile-nsys profile-ncu plots clean
 
 help: ## print these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -60,6 +60,9 @@ profile-nsys: $(READY) ## profile one case with Nsight Systems (CASE=long_low_gv
 profile-ncu: CASE ?= long_low_gva
 profile-ncu: $(READY) ## profile one case with Nsight Compute (CASE=long_low_gva)
 	@$(RUN) -m harness.profile ncu --case $(CASE) $(ARGS)
+
+plots: $(READY) ## draw every figure from results/ into plots/figures/
+	@$(RUN) -m plots $(ARGS)
 
 clean: ## remove caches and build output; the environment stays
 	@rm -rf build dist kernel/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -2,11 +2,13 @@
 
     python -m harness.metrics
     python -m harness.metrics --version v7 --version v15 --case wide_gva_state --merge
+    python -m harness.metrics --pages results/nvidia-h200/ncu --device nvidia-h200 \
+        --date 2026-11-29 --revision e5801a5b605b
 
 One process a version, one after another under ncu. In it every case is called until its caches are
 warm, then once between two marker kernels: the counters of that call's kernels are recorded, one
 row each. Nothing is timed or checked here; ncu repeats each kernel with its caches flushed, so its
-durations are not those of the measurements.
+durations are not those of the measurements. --pages takes tables that ncu printed before.
 """
 
 import argparse
@@ -49,7 +51,6 @@ WARM_CALLS = 2
 MARKER = "spin_kernel"
 KERNELS = f"regex:^gdn_|{MARKER}"
 
-_ACTIVE, _ELAPSED = "avg.pct_of_peak_sustained_active", "avg.pct_of_peak_sustained_elapsed"
 # Why a warp that could not issue waited, and "selected" for the one that issued.
 STALLS = (
     "barrier",
@@ -73,17 +74,14 @@ STALLS = (
     "wait",
 )
 # Recorded name -> ncu's, as ncu 2025.3 has them on sm_90. "active": over the cycles of the
-# multiprocessors that had work; "elapsed": over those of all.
+# multiprocessors that had work; "elapsed": over those of all. hmma counts every bf16 product.
 COUNTERS: Mapping[str, str] = {
     "duration": "gpu__time_duration.sum",
-    "tensor_active": f"sm__pipe_tensor_cycles_active.{_ACTIVE}",
-    "tensor_elapsed": f"sm__pipe_tensor_cycles_active.{_ELAPSED}",
-    "issue_active": f"smsp__issue_active.{_ACTIVE}",
-    "occupancy": f"sm__warps_active.{_ACTIVE}",
-    "dram_throughput": f"gpu__dram_throughput.{_ELAPSED}",
-    "l2_throughput": f"lts__throughput.{_ELAPSED}",
-    "dram_bytes_read": "dram__bytes_read.sum",
-    "dram_bytes_written": "dram__bytes_write.sum",
+    "tensor_active": "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
+    "issue_active": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "dram_throughput": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "l2_throughput": "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
     "blocks": "launch__grid_size",
     "threads_per_block": "launch__block_size",
     "registers_per_thread": "launch__registers_per_thread",
@@ -225,20 +223,47 @@ def collect(
         raise ValueError(f"ncu {ended}: {(report + output)[-600:].strip()}")
     calls = calls_between_markers(parse_report(report), len(cases))
     return [
+        metric
+        for case, launches in zip(cases, calls, strict=True)
+        for metric in _metrics(launches, version, case.name, stamp)
+    ]
+
+
+def _metrics(launches: Iterable[Launch], version: str, case: str, stamp: Stamp) -> list[Metric]:
+    return [
         Metric(
             **asdict(stamp),
             version=version,
-            case=case.name,
+            case=case,
             launch=place,
             kernel=found.kernel,
             metric=name,
             unit=unit,
             value=value,
         )
-        for case, launches in zip(cases, calls, strict=True)
         for place, found in enumerate(launches)
         for name, (value, unit) in found.counters.items()
     ]
+
+
+def read_pages(folder: Path, stamp: Stamp) -> list[Metric]:
+    """The counters in VERSION_CASE.csv files, ncu's raw pages of one call each.
+
+    Raises ValueError for a folder without such files, another name, or a file without a table.
+    """
+    paths = sorted(folder.glob("*.csv"))
+    if not paths:
+        raise ValueError(f"{folder} holds no .csv file")
+    metrics = []
+    for path in paths:
+        version, _, case = path.stem.partition("_")
+        try:
+            check_versions([version])
+            select_cases([case])
+            metrics += _metrics(parse_report(path.read_text()), version, case, stamp)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    return metrics
 
 
 def _run(command: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
@@ -304,7 +329,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = options.version or list(VERSIONS)
     try:
         cases = select_cases(options.case or CASES)
-        _check_versions([options.launch] if options.launch else versions)
+        check_versions([options.launch] if options.launch else versions)
+        if options.pages:
+            return _import(options)
     except ValueError as error:
         parser.error(str(error))
     device = pick_device()
@@ -320,6 +347,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         note("not run: it needs ncu, on PATH or where NVIDIA installs it, and a GPU")
         return MISSING
     return _measure(options, tool, versions, cases, Stamp.now(device))
+
+
+def _import(options: argparse.Namespace) -> int:
+    if not (options.device and options.date and options.revision):
+        raise ValueError("--pages needs --device, --date and --revision of the run")
+    stamp = Stamp(options.device, options.date, options.revision)
+    metrics = read_pages(options.pages, stamp)
+    metadata = {**asdict(stamp), "pages": options.pages.name}
+    write_metrics(metrics, metadata, options.name)
+    return 0 if _show(metrics) else 1
+
+
+def _show(metrics: Iterable[Metric]) -> bool:
+    """Prints a line a kernel and what ncu left out; False if it left out anything."""
+    complete = True
+    for kernel, counters in by_kernel(metrics).items():
+        print(_line(kernel, counters), flush=True)
+        absent = [name for name in COUNTERS if name not in counters]
+        if absent:
+            note(f"{kernel[0]}: ncu has no {', '.join(absent)}")
+            complete = False
+    return complete
 
 
 def _measure(
@@ -343,12 +392,7 @@ def _measure(
             continue
         metrics = _without(metrics, found) + found
         write_metrics(metrics, finish_metadata(begun), options.name)
-        for kernel, counters in by_kernel(found).items():
-            print(_line(kernel, counters), flush=True)
-            absent = [name for name in COUNTERS if name not in counters]
-            if absent:
-                note(f"{version}: ncu has no {', '.join(absent)}")
-                complete = False
+        complete = _show(found) and complete
     return 0 if complete else 1
 
 
@@ -378,7 +422,8 @@ def _line(key: KernelKey, counters: Mapping[str, float]) -> str:
     return f"{version:8} {case:16} {kernel:28} {duration:9.1f} us  {values}"
 
 
-def _check_versions(versions: Iterable[str]) -> None:
+def check_versions(versions: Iterable[str]) -> None:
+    """Raises ValueError for what is neither a version of the ladder nor SHIPPED."""
     allowed = (*ladder_versions(), SHIPPED)
     for version in versions:
         if version not in allowed:
@@ -411,6 +456,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="for one version"
     )
+    pages = parser.add_argument_group("counters that ncu printed before")
+    pages.add_argument(
+        "--pages", type=Path, metavar="FOLDER", help="of VERSION_CASE.csv files, its raw pages"
+    )
+    for option in ("--device", "--date", "--revision"):
+        pages.add_argument(option, help="of that run")
     parser.add_argument("--launch", metavar="VERSION", help=argparse.SUPPRESS)
     return parser
 

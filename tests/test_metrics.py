@@ -197,6 +197,48 @@ def test_a_bad_row_is_named(tmp_path):
         read_metrics(path)
 
 
+PAGES = ["--device", "nvidia-h200", "--date", "2026-01-01", "--revision", "abc"]
+
+
+def test_printed_pages_are_taken_over(on_gpu, tmp_path, capsys):
+    folder = tmp_path / "ncu"
+    folder.mkdir()
+    (folder / "v7_long_low_gva.csv").write_text(report(["gdn_forward_kernel"], duration="1,000"))
+    (folder / "shipped_wide_gva_state.csv").write_text(report(["gdn_summary", "gdn_scan"]))
+    assert main(["--pages", str(folder), *PAGES]) == 0
+    found = {(metric.version, metric.case, metric.kernel) for metric in read_metrics(on_gpu)}
+    assert found == {
+        ("v7", "long_low_gva", "gdn_forward_kernel"),
+        (SHIPPED, "wide_gva_state", "gdn_summary"),
+        (SHIPPED, "wide_gva_state", "gdn_scan"),
+    }
+    assert read_metrics(on_gpu)[-1].date == "2026-01-01"
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("v8_long_low_gva", report(["gdn_x"]), "version is 'v8'"),
+        ("v7_nowhere", report(["gdn_x"]), "no case named nowhere"),
+        ("v7_chain_equal", "==ERROR== nothing", "no table of counters"),
+        (None, "", "holds no .csv file"),
+    ],
+)
+def test_pages_that_cannot_be_taken_over(name, text, message, tmp_path, capsys):
+    if name:
+        (tmp_path / f"{name}.csv").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["--pages", str(tmp_path), *PAGES])
+    assert message in capsys.readouterr().err
+
+
+def test_pages_need_to_be_dated(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--pages", str(tmp_path)])
+    assert "--pages needs --device, --date and --revision" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_what_runs_under_ncu(monkeypatch):
     markers = []

@@ -22,6 +22,7 @@ TARGETS = [
     "baseline",
     "profile-nsys",
     "profile-ncu",
+    "plots",
     "clean",
 ]
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
