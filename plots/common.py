@@ -165,8 +165,9 @@ def version_name(version: str) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Three digits: "8.55 ms", "67.1 µs"."""
-    return f"{value * 1e3:.3g}{_SPACE}µs" if value < 0.1 else f"{value:.3g}{_SPACE}ms"
+    """Three digits: "8.50 ms", "67.1 µs"."""
+    number, unit = (value * 1e3, "µs") if value < 0.1 else (value, "ms")
+    return f"{f'{number:#.3g}'.rstrip('.')}{_SPACE}{unit}"
 
 
 def percent(value: float, digits: int = 0) -> str:
