@@ -1,0 +1,413 @@
+"""What documents derive from results/: times, counters, ratios and tables, as plain functions.
+
+harness/derived.py evaluates a document's markers over the public methods of Derivations. Versions
+are those of the ladder, or "shipped" for what the package runs; times are medians in milliseconds.
+"""
+
+import csv
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from cases import CHUNK, HEAD_DIM, Case, load_baselines, load_cases
+from gdn_ladder import VERSIONS, LadderShape, get_version, kernels_of
+from gdn_prefill.dispatch import block_dv_for
+
+from .check import Status
+from .device import H200
+from .floors import hbm_floor_ms, tensor_floor_ms
+from .implementations import CORE, FULL, LADDER, OURS, SCOPES
+from .metrics import SHIPPED, by_kernel, read_metrics
+from .results import RESULTS, Row, read_rows
+from .score import geometric_mean, score_sheet, standings_of_rows
+from .selection import select_cases
+from .timing import Protocol
+
+DEVICE = "nvidia-h200"
+SMS = 132
+# bf16 multiply-adds of one SM a cycle, and its clock in GHz.
+RATE, CLOCK = 2048, 1.98
+GRAPH = Protocol.GRAPH.value
+
+
+class Derivations:
+    """The recorded results of one device under `root`; every public method is a function."""
+
+    def __init__(self, root: Path = RESULTS, device: str = DEVICE) -> None:
+        self._folder, self._emulator = root / device, root / "emulator"
+        self._device = device
+        self._read: dict[str, list[Row]] = {}
+
+    def functions(self) -> dict[str, object]:
+        """What an expression may use."""
+        own = {
+            name: getattr(self, name)
+            for name in vars(type(self))
+            if not name.startswith("_") and name not in ("functions", "table")
+        }
+        return {**own, "min": min, "max": max, "abs": abs, "clock_ghz": CLOCK, "sms": SMS}
+
+    # Times
+
+    def ladder(self, version: str, case: str, protocol: str = GRAPH) -> float:
+        """The core of a version, from the interleaved run of the ladder."""
+        name, version = (OURS, None) if version == SHIPPED else (LADDER, version)
+        return _median(self._rows("ladder"), name, case, CORE, protocol, version)
+
+    def bench(
+        self, implementation: str, case: str, scope: str = CORE, protocol: str = GRAPH
+    ) -> float:
+        """This package or a peer, from the interleaved run against the peers."""
+        return _median(self._rows("bench"), implementation, case, scope, protocol)
+
+    def chunk_us(self, version: str, case: str) -> float:
+        """Microseconds a chunk, launch, first load and last store included."""
+        return 1e3 * self.ladder(version, case) / self._cases[case].chunks
+
+    def source(self, version: str, case: str) -> float:
+        """What the source reports for its slice of an H800."""
+        return get_version(version).source_ms[case]
+
+    def said(self, version: str, number: str) -> float:
+        """A number of the ladder's table: in a version's lesson or reason, as the source has it."""
+        row = get_version(version)
+        text = f"{row.lesson} {row.reason}"
+        if number not in re.findall(r"\d+(?:\.\d+)?(?:e-\d+)?", text):
+            raise LookupError(f"{number} is not what the table says of {version}: {text}")
+        return float(number)
+
+    def baseline(self, case: str, which: str) -> float:
+        return getattr(load_baselines(self._device)[case], f"{which}_ms")
+
+    def over(self, version: str, other: str, case: str) -> float:
+        """Time of a version over that of another."""
+        return self.ladder(version, case) / self.ladder(other, case)
+
+    def change(self, version: str, other: str, case: str) -> float:
+        """By how much a version's time differs from another's, in percent; below 0 is faster."""
+        return 100 * (self.over(version, other, case) - 1)
+
+    def changes(self, version: str, other: str) -> list[float]:
+        """change() for every public case, smallest first."""
+        return sorted(self.change(version, other, case) for case in self._cases)
+
+    def mean_over(self, version: str, other: str) -> float:
+        """The geometric mean of over() on the public cases."""
+        return geometric_mean([self.over(version, other, case) for case in self._cases])
+
+    def saved_us(self, version: str, other: str, case: str) -> float:
+        """What a call under the lab's protocol takes less than another version's."""
+        oj = Protocol.OJ.value
+        return 1e3 * (self.ladder(other, case, oj) - self.ladder(version, case, oj))
+
+    def peer_ratio(self, peer: str, case: str, scope: str = CORE) -> float:
+        """A peer's time over ours: above 1 where this package is faster."""
+        return self.bench(peer, case, scope) / self.bench(OURS, case, scope)
+
+    def mean_peer_ratio(self, peer: str, scope: str = CORE) -> float:
+        return geometric_mean([self.peer_ratio(peer, case, scope) for case in self._cases])
+
+    def preprocessing(self, case: str) -> float:
+        """What this package's full forward takes beyond its core."""
+        return self.bench(OURS, case, FULL) - self.bench(OURS, case, CORE)
+
+    def host(self, case: str, column: str) -> float:
+        """A column of host_overhead.csv, in microseconds."""
+        return float(self._host[case][column])
+
+    def hosts(self, column: str) -> list[float]:
+        return sorted(self.host(case, column) for case in self._cases)
+
+    # Shapes and floors
+
+    def chunks(self, case: str) -> int:
+        return self._cases[case].chunks
+
+    def states(self, case: str) -> int:
+        return self._cases[case].state_heads
+
+    def tile(self, version: str, case: str) -> int:
+        """State columns of one CTA of a version's (first) kernel."""
+        found = self._cases[case]
+        if version == SHIPPED:
+            return block_dv_for(found.state_heads, SMS)
+        shape = LadderShape(found.B, found.T, found.Hq, found.Hv, found.initial_state, SMS)
+        return kernels_of(version, shape)[0][1].block_dv
+
+    def ctas(self, version: str, case: str) -> int:
+        """CTAs of a launch that does not split time."""
+        return self.states(case) * HEAD_DIM // self.tile(version, case)
+
+    def tensor_us(self, tile: int, forms_w: bool = False) -> float:
+        """Microseconds of tensor-core work in one chunk at a tile: six products, or v1's seven."""
+        scores, values = CHUNK * CHUNK * HEAD_DIM, CHUNK * CHUNK * tile
+        wide = CHUNK * HEAD_DIM * tile
+        products = scores + 3 * wide + 2 * values + (scores if forms_w else 0)
+        return products / RATE / CLOCK / 1e3
+
+    def floor(self, case: str, what: str) -> float:
+        """Milliseconds of the core at the datasheet's rates: "tensor" or "memory"."""
+        floors = {"tensor": tensor_floor_ms, "memory": hbm_floor_ms}
+        return floors[what](self._cases[case], CORE, H200)
+
+    # Counters
+
+    def counter(self, version: str, case: str, name: str) -> float:
+        """A counter of ncu, of the longest kernel of a call."""
+        return self._counters[version, case][name]
+
+    def stall(self, version: str, case: str, reason: str) -> float:
+        """The share of a reason in all that warps waited for or issued, in percent."""
+        counters = self._counters[version, case]
+        total = sum(value for name, value in counters.items() if name.startswith("stall_"))
+        return 100 * counters[f"stall_{reason}"] / total
+
+    # Verdicts and provenance
+
+    def score(self, what: str) -> float:
+        """public_mean, hidden_mean, total, or a geometric mean of the recorded score sheet."""
+        return getattr(self._sheet, what)
+
+    def passes(self, version: str) -> int:
+        """Public cases that a version passes on the GPU, under both protocols."""
+        rows = [
+            r for r in self._rows("ladder") if (r.implementation, r.version) == (LADDER, version)
+        ]
+        cases = {row.case for row in rows}
+        wrong = {row.case for row in rows if row.correctness != Status.PASS.value}
+        return len(cases - wrong)
+
+    def wrong_cases(self, version: str) -> int:
+        rows = [
+            r for r in self._rows("ladder") if (r.implementation, r.version) == (LADDER, version)
+        ]
+        return len({row.case for row in rows if row.correctness == Status.WRONG.value})
+
+    def emulated(self, version: str) -> str:
+        """A version's status in the emulator."""
+        return self._emulated(version)["correctness"]
+
+    def emulated_error(self, version: str) -> float:
+        """Its largest error there, where it was wrong."""
+        reason = self._emulated(version)["reason"]
+        return float(re.search(r"largest finite error ([\d.e-]+)", reason)[1])
+
+    def emulated_races(self, version: str) -> int:
+        return self._emulated(version)["reason"].count("[race]")
+
+    def mutants(self, verdict: str | None = None) -> int:
+        """Mutants of the forward kernel in the emulator, all or those of a verdict."""
+        with (self._emulator / "mutants_forward.csv").open(newline="", encoding="utf-8") as handle:
+            return sum(verdict in (None, row["verdict"]) for row in csv.DictReader(handle))
+
+    def recorded(self, file: str, *keys: str) -> str:
+        """A value of a file's metadata, such as recorded("ladder", "software", "torch")."""
+        value = json.loads((self._folder / f"{file}.json").read_text())
+        for key in keys:
+            value = value[key]
+        return str(value)
+
+    def day(self, file: str) -> str:
+        return self.recorded(file, "date")[:10]
+
+    # Tables
+
+    def table(self, name: str) -> str:
+        """A Markdown table by its name. Raises KeyError for an unknown one."""
+        return _TABLES[name](self)
+
+    # Files
+
+    def _cases_by(self, version: str, status: Status) -> int:
+        """Public cases all of whose rows of a version have that status."""
+        found: dict[str, set[str]] = {}
+        for row in self._rows("ladder"):
+            if (row.implementation, row.version) == (LADDER, version):
+                found.setdefault(row.case, set()).add(row.correctness)
+        return sum(statuses == {status.value} for statuses in found.values())
+
+    @functools.cached_property
+    def _cases(self) -> dict[str, Case]:
+        return {case.name: case for case in load_cases()}
+
+    def _rows(self, name: str) -> list[Row]:
+        if name not in self._read:
+            self._read[name] = read_rows(self._folder / f"{name}.csv")
+        return self._read[name]
+
+    @functools.cached_property
+    def _host(self) -> dict[str, dict[str, str]]:
+        with (self._folder / "host_overhead.csv").open(newline="", encoding="utf-8") as handle:
+            return {row["case"]: row for row in csv.DictReader(handle)}
+
+    @functools.cached_property
+    def _counters(self) -> dict[tuple[str, str], dict[str, float]]:
+        longest: dict[tuple[str, str], dict[str, float]] = {}
+        for (version, case, _, _), counters in by_kernel(
+            read_metrics(self._folder / "metrics.csv")
+        ).items():
+            known = longest.get((version, case), {}).get("duration", 0.0)
+            if counters["duration"] > known:
+                longest[version, case] = counters
+        return longest
+
+    @functools.cached_property
+    def _sheet(self):
+        rows = [row for name in ("bench", "score") for row in self._rows(name)]
+        standings = standings_of_rows(rows, OURS)
+        seen = {key[0] for key in standings}
+        hidden = [case for case in select_cases(hidden_seed=0) if case.name in seen]
+        baselines = load_baselines(self._device)
+        return score_sheet([*self._cases.values(), *hidden], standings, baselines)
+
+    def _emulated(self, version: str) -> dict[str, str]:
+        rows = json.loads((self._emulator / "versions.json").read_text())["rows"]
+        return next(row for row in rows if row["version"] == version)
+
+
+def _median(
+    rows: Iterable[Row],
+    implementation: str,
+    case: str,
+    scope: str,
+    protocol: str,
+    version: str | None = None,
+) -> float:
+    """The median of the one such row. Raises LookupError where there is none, or no time."""
+    wanted = (implementation, case, scope, protocol)
+    for row in rows:
+        found = (row.implementation, row.case, row.scope, row.protocol)
+        if found == wanted and version in (None, row.version):
+            if row.median_ms is None:
+                raise LookupError(f"{row.implementation} {row.version} is {row.correctness}")
+            return row.median_ms
+    raise LookupError(f"nothing recorded of {' '.join(wanted)} {version or ''}")
+
+
+def _markdown(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    lines = [list(header), *(list(row) for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _ms(value: Callable[[], float]) -> str:
+    try:
+        return f"{value():.4f}"
+    except LookupError:
+        return ""
+
+
+def _times(derive: Derivations) -> str:
+    """Every version on every public case."""
+    names = [version.name for version in VERSIONS]
+    rows = []
+    for name in [*names, SHIPPED]:
+        times = [_ms(lambda n=name, c=case: derive.ladder(n, c)) for case in derive._cases]
+        if any(times):
+            rows.append((f"**{name}**" if name == SHIPPED else name, *times))
+    return _markdown(("ms", *derive._cases), rows)
+
+
+def _shapes(derive: Derivations) -> str:
+    """What a GPU of 132 SMs sees of the public cases."""
+    rows = []
+    for name, case in derive._cases.items():
+        ctas = [case.state_heads * HEAD_DIM // tile for tile in (128, 64, 32)]
+        floors = [f"{derive.floor(name, what):.4f}" for what in ("tensor", "memory")]
+        rows.append(
+            (name, case.state_heads, case.chunks, *ctas, derive.tile(SHIPPED, name), *floors)
+        )
+    header = ("case", "states", "chunks", "CTAs at 128", "at 64", "at 32", "shipped tile")
+    return _markdown((*header, "tensor floor, ms", "memory floor, ms"), rows)
+
+
+def _chunks(derive: Derivations) -> str:
+    """Microseconds a chunk on long_low_gva and wide_gva_state, beside the tensor cores' share."""
+    rows = []
+    for name in ("v1", "v2", "v2b", "v3", "v6", "v7", "v15", "v20", SHIPPED):
+        cells = []
+        for case in ("long_low_gva", "wide_gva_state"):
+            tile = derive.tile(name, case)
+            forms_w = name in ("v1", "v2", "v2b", "v3")
+            cells += [tile, derive.ctas(name, case), f"{derive.chunk_us(name, case):.2f}"]
+            cells.append(f"{derive.tensor_us(tile, forms_w):.2f}")
+        rows.append((name, *cells))
+    columns = ("tile", "CTAs", "us a chunk", "tensor us")
+    header = [f"{case}: {column}" for case in ("long", "wide") for column in columns]
+    return _markdown(("version", *header), rows)
+
+
+COUNTERS = {
+    "duration": ("us", 1e-3, 1),
+    "tensor_active": ("tensor pipe %", 1, 1),
+    "issue_active": ("issue %", 1, 1),
+    "occupancy": ("occupancy %", 1, 1),
+    "dram_throughput": ("DRAM %", 1, 1),
+    "blocks": ("CTAs", 1, 0),
+    "registers_per_thread": ("registers", 1, 0),
+    "shared_memory_per_block": ("shared KB", 1 / 1024, 0),
+}
+STALLS = ("long_scoreboard", "barrier", "short_scoreboard", "wait")
+
+
+def _counters(derive: Derivations) -> str:
+    """What ncu counted, by version and case."""
+    rows = []
+    for case in ("long_low_gva", "wide_gva_state"):
+        for version in ("v1", "v6", "v7", "v14", "v20", SHIPPED):
+            values = [
+                f"{derive.counter(version, case, name) * factor:.{digits}f}"
+                for name, (_, factor, digits) in COUNTERS.items()
+            ]
+            stalls = [f"{derive.stall(version, case, reason):.1f}" for reason in STALLS]
+            rows.append((case, version, *values, *stalls))
+    header = [label for label, *_ in COUNTERS.values()]
+    return _markdown(
+        ("case", "version", *header, *(f"{reason.replace('_', ' ')} %" for reason in STALLS)), rows
+    )
+
+
+def _peers(derive: Derivations) -> str:
+    """The peers' times over ours, kernels alone: above 1 where this package is faster."""
+    names = {
+        CORE: ("flash_qla_nocp", "flash_qla"),
+        FULL: ("flash_qla", "flashinfer_one_kernel", "flashinfer_split", "fla"),
+    }
+    columns = [(scope, name) for scope in SCOPES for name in names[scope]]
+    rows = [
+        (case, *(f"{derive.peer_ratio(name, case, scope):.2f}" for scope, name in columns))
+        for case in derive._cases
+    ]
+    means = (f"**{derive.mean_peer_ratio(name, scope):.2f}**" for scope, name in columns)
+    rows.append(("geometric mean", *means))
+    return _markdown(("over ours", *(f"{scope}: {name}" for scope, name in columns)), rows)
+
+
+def _scores(derive: Derivations) -> str:
+    """The recorded score sheet."""
+    rows = [
+        (
+            line.case,
+            line.status.value,
+            f"{line.median_ms:.4f}",
+            f"{line.t100_ms:.4f}",
+            f"{line.score:.2f}",
+            "" if line.core_over_core is None else f"{line.core_over_core:.2f}",
+            "" if line.full_over_full is None else f"{line.full_over_full:.2f}",
+        )
+        for line in derive._sheet.lines
+    ]
+    header = ("case", "result", "ms", "t100 ms", "points", "core over core", "full over full")
+    return _markdown(header, rows)
+
+
+_TABLES: dict[str, Callable[[Derivations], str]] = {
+    "times": _times,
+    "shapes": _shapes,
+    "chunks": _chunks,
+    "counters": _counters,
+    "peers": _peers,
+    "scores": _scores,
+}

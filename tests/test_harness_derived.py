@@ -1,0 +1,199 @@
+"""Numbers in documents: what a marker means, what is rewritten, and what is derived from what."""
+
+import json
+
+import pytest
+
+from cases import load_cases
+from gdn_ladder import VERSIONS
+from harness import derived
+from harness.check import Status
+from harness.derivations import Derivations
+from harness.derived import UnderivableError, main, mismatches, refresh, unmarked
+from harness.evaluate import Outcome
+from harness.metrics import Metric, write_metrics
+from harness.results import Stamp, to_row, write_results
+
+TEXT = 'It takes <!--= ms("v7") -->1.34 ms, <!--= word() -->PASS.\n'
+ROWS = "<!-- table: times -->\n| old |\n<!-- end table -->\n"
+
+
+class Stub:
+    """Two functions and a table."""
+
+    def functions(self):
+        return {"ms": {"v7": 1.3449, "zero": -0.001}.__getitem__, "word": lambda: "PASS"}
+
+    def table(self, name):
+        return {"times": "| new |"}[name]
+
+
+@pytest.mark.parametrize(
+    "shown, fresh", [("1.34", "1.34"), ("1.3", "1.3"), ("9", "1"), ("+1.0", "+1.3")]
+)
+def test_numbers_keep_their_digits(shown, fresh):
+    assert refresh(TEXT.replace("1.34", shown), Stub()) == TEXT.replace("1.34", fresh)
+
+
+def test_what_differs_is_told_by_line():
+    assert mismatches(TEXT, Stub()) == []
+    assert mismatches("first\n" + TEXT.replace("1.34", "1.35"), Stub()) == [
+        'line 2: ms("v7") is 1.34, not 1.35'
+    ]
+    assert mismatches(TEXT.replace("PASS", "WRONG"), Stub()) == [
+        "line 1: word() is PASS, not WRONG"
+    ]
+
+
+def test_a_zero_has_no_sign():
+    assert refresh('<!--= ms("zero") -->-0.1', Stub()) == '<!--= ms("zero") -->0.0'
+
+
+def test_tables_are_replaced_whole():
+    assert refresh(ROWS, Stub()) == ROWS.replace("old", "new")
+    assert mismatches(ROWS, Stub()) == ["line 2: it is '| new |', not '| old |'"]
+    longer = ROWS.replace("| old |", "| old |\n| older |")
+    assert mismatches(longer, Stub()) == ["a table has another number of rows"]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('<!--= ms("v8") -->1', r'ms\("v8"\): KeyError'),
+        ("<!--= open('x') -->1", "NameError"),
+        ('<!--= ms("v7") -->', "cannot show 1.3449"),
+        ('<!--= ms("v7") -->fast', "'fast' cannot show"),
+        ('<!--= ms("v7") > 1 -->1', "cannot show True"),
+        ("<!-- table: nope -->\nx\n<!-- end table -->", "table nope"),
+    ],
+)
+def test_what_cannot_be_derived_is_named(text, message):
+    with pytest.raises(UnderivableError, match=message):
+        refresh(text, Stub())
+
+
+def test_quantities_without_a_marker_are_found():
+    text = TEXT + ROWS + "`2.5 ms`\n```\n3.5 ms\n```\nv9.5 with 64 tokens on 132 SMs, torch v2.11\n"
+    assert unmarked(text) == []
+    for quantity in ("4.5 ms", "41 % more", "0.66 of it", "2 times", "-3.1", "12 us"):
+        (found,) = unmarked(text + quantity)
+        assert quantity.split()[0].lstrip("-") in found
+
+
+def test_the_command_rewrites_on_request(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(derived, "Derivations", Stub)
+    path = tmp_path / "page.md"
+    path.write_text(TEXT.replace("1.34", "9.99"))
+    assert main([str(path)]) == 1
+    assert capsys.readouterr().out == 'line 1: ms("v7") is 1.34, not 9.99\n'
+    assert main([str(path), "--write"]) == 0
+    assert path.read_text() == TEXT
+    assert main([str(path)]) == 0
+    path.write_text("<!--= nothing() -->1")
+    assert main([str(path)]) == 1
+
+
+STAMP = Stamp("gpu", "2026-01-02T00:00:00+00:00", "abc")
+CASES = [case.name for case in load_cases()]
+
+
+def rows(times):
+    """Outcomes of {(implementation, version, scope, protocol): ms}, the same for every case."""
+    return [
+        Outcome(case, name, version, scope, protocol, Status.PASS if ms else Status.WRONG, "", ms)
+        for (name, version, scope, protocol), ms in times.items()
+        for case in CASES
+    ]
+
+
+def record(root, name, times):
+    outcomes = rows(times)
+    metadata = {"date": STAMP.date, "software": {"torch": "2.11.0"}}
+    write_results(name, [to_row(o, STAMP) for o in outcomes], metadata, root=root)
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    ladder = {
+        ("gdn_ladder", "v7", "core", "graph"): (1.0, 2.0, 3.0),
+        ("gdn_ladder", "v7", "core", "oj"): (2.5,),
+        ("gdn_ladder", "v14", "core", "oj"): (2.25,),
+        ("gdn_ladder", "v6", "core", "graph"): (4.0,),
+        ("gdn_ladder", "v4", "core", "graph"): (),
+        ("gdn_prefill", "0.1.0", "core", "graph"): (0.5,),
+    }
+    bench = {
+        ("gdn_prefill", "0.1.0", "core", "graph"): (0.25,),
+        ("gdn_prefill", "0.1.0", "full", "graph"): (0.375,),
+        ("fla", "1", "full", "graph"): (0.75,),
+    }
+    record(tmp_path, "ladder", ladder)
+    record(tmp_path, "bench", bench)
+    counters = {"duration": 1e6, "stall_barrier": 1.0, "stall_selected": 3.0}
+    metrics = [
+        Metric("gpu", "d", "r", "v7", CASES[0], launch, "k", name, "", value / (launch + 1))
+        for launch in range(2)
+        for name, value in counters.items()
+    ]
+    write_metrics(metrics, {}, root=tmp_path)
+    (tmp_path / "emulator").mkdir()
+    reason = "output: 1 of 2 elements off (largest finite error 0.0065, 0 not finite)"
+    found = {"version": "v4", "correctness": "WRONG", "reason": reason}
+    (tmp_path / "emulator" / "versions.json").write_text(json.dumps({"rows": [found]}))
+    return Derivations(tmp_path, "gpu")
+
+
+def test_times_and_what_follows_from_them(recorded):
+    case = CASES[0]
+    assert recorded.ladder("v7", case) == 2.0
+    assert recorded.ladder("shipped", case) == 0.5
+    assert recorded.bench("gdn_prefill", case) == 0.25
+    assert recorded.over("v7", "v6", case) == 0.5
+    assert recorded.changes("v7", "v6") == [-50.0] * 8
+    assert recorded.mean_over("v7", "v6") == pytest.approx(0.5)
+    assert recorded.saved_us("v14", "v7", case) == pytest.approx(250)
+    assert recorded.peer_ratio("fla", case, "full") == 2.0
+    assert recorded.mean_peer_ratio("fla", "full") == pytest.approx(2.0)
+    assert recorded.preprocessing(case) == 0.125
+    assert recorded.chunk_us("v7", "long_low_gva") == 2000 / 512
+    assert recorded.wrong_cases("v4") == 8 and recorded.passes("v7") == 8
+    with pytest.raises(LookupError, match="gdn_ladder v4 is WRONG"):
+        recorded.ladder("v4", case)
+    with pytest.raises(LookupError, match="nothing recorded of gdn_ladder"):
+        recorded.ladder("v1", case)
+
+
+def test_counters_verdicts_and_provenance(recorded):
+    assert recorded.counter("v7", CASES[0], "duration") == 1e6
+    assert recorded.stall("v7", CASES[0], "barrier") == 25.0
+    assert (recorded.emulated("v4"), recorded.emulated_error("v4")) == ("WRONG", 0.0065)
+    assert (recorded.recorded("ladder", "software", "torch"), recorded.day("ladder")) == (
+        "2.11.0",
+        "2026-01-02",
+    )
+
+
+def test_the_sources_numbers_are_those_of_the_ladders_table(recorded):
+    assert recorded.source("v1", "long_low_gva") == 8.545
+    assert (recorded.said("v9.5", "2.1"), recorded.said("v15", "1.6")) == (2.1, 1.6)
+    with pytest.raises(LookupError, match="3 is not what the table says of v3"):
+        recorded.said("v3", "3")
+
+
+def test_shapes_and_tensor_work(recorded):
+    assert recorded.tile("v7", "chain_equal") == 64 and recorded.tile("v7", "long_low_gva") == 128
+    assert recorded.tile("shipped", "wide_gva_state") == 64
+    assert recorded.ctas("v1", "wide_gva_state") == 256
+    # 1280 and 2304 cycles at 1.98 GHz.
+    assert recorded.tensor_us(64) == pytest.approx(1280 / 1980)
+    assert recorded.tensor_us(128) == pytest.approx(2304 / 1980)
+    assert recorded.tensor_us(128, True) - recorded.tensor_us(128) == pytest.approx(256 / 1980)
+
+
+def test_a_table_has_a_row_for_what_was_timed(recorded):
+    lines = recorded.table("times").splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| v6", "| v7", "| **shipped**"]
+    assert lines[0].count("|") == len(CASES) + 2
+    assert {version.name for version in VERSIONS} >= {"v6", "v7"}
+    with pytest.raises(KeyError):
+        recorded.table("nope")
