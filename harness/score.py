@@ -20,6 +20,7 @@ from cases import Baseline, Case, load_baselines, load_cases
 
 from .check import Status
 from .device import pick_device, why_untimed
+from .emulation import EMULATOR
 from .evaluate import Outcome
 from .implementations import CORE, FULL, OURS, OWN, SCOPES
 from .progress import Progress, note
@@ -244,6 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases += [case for case in select_cases(hidden_seed=0) if case.name in recorded]
     else:
         try:
+            if options.backend == EMULATOR:
+                raise ValueError(f"backend {EMULATOR!r} takes no times, there is nothing to score")
             subject.check(CORE)
         except (ValueError, ImportError) as error:
             parser.error(str(error))

@@ -208,3 +208,10 @@ def test_without_a_gpu_the_sheet_has_results_and_no_scores(capsys, monkeypatch):
     ]
     assert "nothing is timed, so nothing is scored: no GPU" in printed.err
     assert "hidden cases of seed 5" in printed.err
+
+
+def test_the_emulator_has_nothing_to_score(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--backend", "emulator"])
+    assert exit_.value.code == 2
+    assert "takes no times, there is nothing to score" in capsys.readouterr().err
