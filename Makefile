@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Installed where PYTHON has no torch to lend.
 TORCH ?= torch==2.13.0
+# Processes that the tests are spread over, of one thread each: their tensors are small.
+WORKERS ?= 2
 # Further arguments of the command behind a target, such as ARGS="--hidden 7".
 ARGS ?=
 
@@ -39,7 +41,7 @@ run: $(READY) ## check and time one public case (CASE=short_tail_state)
 	@$(RUN) run.py --case $(CASE) $(ARGS)
 
 test: $(READY) ## run the tests; those that need a Hopper GPU skip without one
-	@$(RUN) -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) $(ARGS)
 
 lint: $(READY) ## run ruff over everything
 	@$(RUN) -m ruff check . $(ARGS)
