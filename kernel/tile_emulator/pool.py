@@ -8,6 +8,8 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 
+from threadpoolctl import threadpool_limits
+
 from .cta import Options
 from .errors import EmulatorError
 from .program import Launch, Program
@@ -73,12 +75,13 @@ def run_in_pool(
 
 
 def work(program, launch, numbers, schedule, options, pipe) -> None:
-    """Body of a worker process."""
+    """Body of a worker process, of one BLAS thread: more would fight over the cores."""
     report = Report(schedule=schedule, roles=program.roles)
     try:
-        program.run_blocks(
-            launch, numbers, schedule, options, report, lambda _: pipe.send(("done", None))
-        )
+        with threadpool_limits(limits=1):
+            program.run_blocks(
+                launch, numbers, schedule, options, report, lambda _: pipe.send(("done", None))
+            )
     except Exception as error:
         pipe.send(("error", error))
     else:
