@@ -57,3 +57,9 @@ def test_cuda_is_refused_where_the_kernels_cannot_run(device, capability):
 def test_an_unknown_backend_is_named():
     with pytest.raises(ValueError, match="'hip'"):
         choose_backend("hip", "cuda", (9, 0))
+
+
+@pytest.mark.parametrize(("heads_v", "heads_q"), [(0, 0), (7, 2), (4, 0)])
+def test_the_labs_rule_refuses_heads_that_do_not_divide(heads_v, heads_q):
+    with pytest.raises(ValueError, match="positive multiple"):
+        select_block_dv(heads_v, heads_q)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gdn_prefill
 from cases import Case, hidden_cases, load_cases, make_inputs
 from gdn_prefill.torch_backend import cumsum_torch, forward_torch, solve_kkt_torch
 from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
@@ -115,3 +116,57 @@ def test_on_a_gpu():
     for ours, reference in zip(run(inputs), expected(inputs), strict=True):
         assert ours.is_cuda
         torch.testing.assert_close(ours, reference, **TOLERANCE)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor subclass."""
+
+
+def small_call(**changes):
+    case = Case("small", 1, 70, 1, 2, True, "mixed", 5e-3, 5e-3)
+    inputs = make_inputs(case)
+    g_cumsum, A = gdn_prefill.prepare(inputs.k, inputs.g, inputs.beta)
+    call = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g_cumsum": g_cumsum}
+    call |= {"beta": inputs.beta, "A": A, "initial_state": inputs.initial_state}
+    return call | changes
+
+
+def test_autocast_around_the_call_changes_nothing():
+    call = small_call()
+    expected = gdn_prefill.gdn_prefill_forward(**call)
+    A = gdn_prefill.solve_kkt(call["k"], call["g_cumsum"], call["beta"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for got, want in zip(gdn_prefill.gdn_prefill_forward(**call), expected, strict=True):
+            assert torch.equal(got, want)
+        assert torch.equal(gdn_prefill.solve_kkt(call["k"], call["g_cumsum"], call["beta"]), A)
+
+
+def test_results_are_plain_tensors_whatever_the_inputs_are():
+    call = {name: tensor.as_subclass(Wrapped) for name, tensor in small_call().items()}
+    results = [
+        *gdn_prefill.gdn_prefill_forward(**call),
+        *gdn_prefill.prepare(call["k"], call["g_cumsum"], call["beta"]),
+        gdn_prefill.chunk_gate_cumsum(call["g_cumsum"]),
+    ]
+    assert {type(result) for result in results} == {torch.Tensor}
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"block_dv": 7}, ValueError, "block_dv is 7; it must be one of 32, 64, 128"),
+        ({"block_dv": "x"}, ValueError, "block_dv is 'x'"),
+        ({"reuse_outputs": "no"}, TypeError, "reuse_outputs is 'no'"),
+        ({"backend": "bogus"}, ValueError, "backend='bogus' is not one of"),
+        ({"scale": 10**400}, ValueError, "finite in double precision"),
+    ],
+)
+def test_options_are_refused_by_name(option, error, message):
+    with pytest.raises(error, match=message):
+        gdn_prefill.gdn_prefill_forward(**small_call(), **option)
+
+
+def test_meta_tensors_are_refused():
+    call = {name: tensor.to("meta") for name, tensor in small_call().items()}
+    with pytest.raises(ValueError, match="meta device"):
+        gdn_prefill.gdn_prefill_forward(**call)

@@ -9,6 +9,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
+    "block_dv_for": "dispatch",
     "cache_info": "api",
     "chunk_gate_cumsum": "api",
     "clear": "api",
@@ -28,4 +29,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return [*__all__, "__version__"]

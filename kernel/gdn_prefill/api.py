@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .dispatch import choose_backend
+from .dispatch import BACKENDS, choose_backend
 from .runtime import RUNTIME, RuntimeInfo
 from .torch_backend import cumsum_torch, forward_torch, solve_kkt_torch
-from .validation import check_forward, check_gate, check_prepare, check_scale
+from .validation import check_block_dv, check_forward, check_gate, check_prepare, check_scale
 
 
 def gdn_prefill_forward(
@@ -31,8 +31,8 @@ def gdn_prefill_forward(
         q, k: [B, T, Hq, 128] bf16, L2-normalised per head by the caller.
         v: [B, T, Hv, 128] bf16; Hv must be a multiple of Hq, V head h reads q/k head h // (Hv /
             Hq).
-        g_cumsum: [B, T, Hv] fp32, natural-log decay summed inclusively within each chunk of 64
-            tokens.
+        g_cumsum: [B, T, Hv] fp32, natural-log decay (finite, at most 0) summed inclusively within
+            each chunk of 64 tokens.
         beta: [B, T, Hv] fp32.
         A: [B, T, Hv, 64] bf16, (I + strict_lower(beta_i exp(g_i - g_j) <k_i, k_j>))^-1 of every
             chunk, by rows.
@@ -54,6 +54,8 @@ def gdn_prefill_forward(
         TypeError, ValueError: an argument of the wrong type, dtype, shape, device, layout or
             alignment, by name, before anything is launched.
     """
+    if backend not in BACKENDS or reuse_outputs not in (True, False):
+        _refuse_options(backend, reuse_outputs)
     if reuse_outputs and backend != "torch" and getattr(q, "is_cuda", False):
         replayed = RUNTIME.replay(q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv)
         if replayed is not None:
@@ -63,14 +65,16 @@ def gdn_prefill_forward(
             q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv, reuse_outputs
         )
     check_forward(q, k, v, g_cumsum, beta, A, initial_state)
+    check_block_dv(block_dv)
     return forward_torch(q, k, v, g_cumsum, beta, A, initial_state, check_scale(scale))
 
 
 def chunk_gate_cumsum(g, *, backend="auto"):
     """Within-chunk inclusive cumulative sum of the log decay.
 
-    g: [B, T, Hv] fp32, natural-log decay of every token. Returns g_cumsum [B, T, Hv] fp32; the sum
-    restarts every 64 tokens. Raises TypeError or ValueError for a wrong argument, by name.
+    g: [B, T, Hv] fp32, natural-log decay of every token, at most 0. Returns g_cumsum [B, T, Hv]
+    fp32; the sum restarts every 64 tokens. Raises TypeError or ValueError for a wrong argument, by
+    name.
     """
     check_gate(g)
     if _backend(backend, g) == "torch":
@@ -120,6 +124,12 @@ def cache_info() -> RuntimeInfo:
 def clear() -> None:
     """Drop every cached kernel, buffer and graph."""
     RUNTIME.clear()
+
+
+def _refuse_options(backend, reuse_outputs) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}")
+    raise TypeError(f"reuse_outputs is {reuse_outputs!r}; it must be True or False")
 
 
 def _backend(requested: str, tensor) -> str:

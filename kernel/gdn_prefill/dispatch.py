@@ -20,6 +20,8 @@ def select_block_dv(heads_v: int, heads_q: int) -> int:
     128 makes Q K^T once per head instead of twice. It was found on a device of 14 SMs; block_dv_for
     decides for the SMs that are there.
     """
+    if heads_q < 1 or heads_v < 1 or heads_v % heads_q:
+        raise ValueError(f"heads_v={heads_v} must be a positive multiple of heads_q={heads_q}")
     return 64 if heads_v == heads_q else HEAD_DIM
 
 
@@ -50,6 +52,8 @@ def choose_backend(requested: str, device_type: str, capability: tuple[int, int]
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend={requested!r} is not one of {', '.join(map(repr, BACKENDS))}")
+    if device_type == "meta":
+        raise ValueError("the tensors are on the meta device, which holds no data")
     hopper = device_type == "cuda" and capability == HOPPER
     if requested == "cuda" and not hopper:
         found = (

@@ -25,7 +25,13 @@ import torch
 
 from .caches import BoundedCache, CacheInfo
 from .dispatch import block_dv_for
-from .validation import ForwardShape, check_address, check_forward, check_scale
+from .validation import (
+    ForwardShape,
+    check_address,
+    check_block_dv,
+    check_forward,
+    check_scale,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +225,7 @@ class Runtime:
         from .kernels.forward import PASS_CONFIGS, ForwardConfig, forward_kernel
 
         shape = check_forward(*tensors)
+        check_block_dv(block_dv)
         device = tensors[0].device
         if block_dv is None:
             block_dv = block_dv_for(shape.B * shape.Hv, sm_count(device))

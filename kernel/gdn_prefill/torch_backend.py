@@ -8,7 +8,8 @@ Every exponential is of a gate sum or of a difference g_i - g_j with i >= j, hen
 number: nothing overflows however strong the decay, and 1/gamma is never formed.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -16,6 +17,19 @@ from torch import Tensor
 CHUNK = 64
 
 
+def _plain(function: Callable) -> Callable:
+    """Keeps the caller's surroundings out: no autocast, no graph recorded, no tensor subclass."""
+
+    @functools.wraps(function)
+    def call(*arguments):
+        plain = [x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in arguments]
+        with torch.no_grad(), torch.autocast(plain[0].device.type, enabled=False):
+            return function(*plain)
+
+    return call
+
+
+@_plain
 def cumsum_torch(g: Tensor) -> Tensor:
     """Log decay [B, T, Hv] fp32 -> its inclusive sum [B, T, Hv] fp32, restarting every chunk."""
     g_cumsum = torch.empty_like(g)
@@ -24,6 +38,7 @@ def cumsum_torch(g: Tensor) -> Tensor:
     return g_cumsum
 
 
+@_plain
 def solve_kkt_torch(k: Tensor, g_cumsum: Tensor, beta: Tensor) -> Tensor:
     """A = (I + strict_lower(beta_i exp(g_i - g_j) <k_i, k_j>))^-1 of every chunk, by rows.
 
@@ -42,6 +57,7 @@ def solve_kkt_torch(k: Tensor, g_cumsum: Tensor, beta: Tensor) -> Tensor:
     return A
 
 
+@_plain
 def forward_torch(
     q: Tensor,
     k: Tensor,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 HEAD_DIM = 128
 CHUNK = 64
+BLOCK_DV = (32, 64, 128)
 TMA_ALIGNMENT = 16  # bytes; a tensor map's base address
 INT32_MAX = 2**31 - 1
 # Token indices are 32-bit and the last chunk's may run past T.
@@ -124,9 +125,21 @@ def check_scale(scale: float | None) -> float:
         return HEAD_DIM**-0.5
     if not isinstance(scale, Real) or isinstance(scale, bool):
         raise TypeError(f"scale is a {type(scale).__name__}; it must be a number or None")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; it must be finite")
-    return float(scale)
+    try:
+        factor = float(scale)
+    except OverflowError:
+        factor = math.inf
+    if not math.isfinite(factor):
+        raise ValueError(f"scale is {scale}; it must be finite in double precision")
+    return factor
+
+
+def check_block_dv(block_dv: int | None) -> None:
+    """The state columns of one CTA: one of BLOCK_DV, or None for the package's choice."""
+    if block_dv is not None and (isinstance(block_dv, bool) or block_dv not in BLOCK_DV):
+        raise ValueError(
+            f"block_dv is {block_dv!r}; it must be one of {', '.join(map(str, BLOCK_DV))}, or None"
+        )
 
 
 def check_address(name: str, address: int) -> None:
