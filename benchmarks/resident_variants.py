@@ -396,6 +396,12 @@ def table(names, checks, times) -> list[str]:
     return lines
 
 
+def gpu_is_there() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -415,6 +421,8 @@ def main() -> None:
     )
     parser.add_argument("--worker", choices=("check", "time"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if not (arguments.compile or gpu_is_there()):
+        parser.exit(2, "nothing to measure: torch sees no GPU\n")
 
     if arguments.compile:
         for name in arguments.variants:
