@@ -22,6 +22,7 @@ from cases.baseline import DIRECTORY
 from .device import pick_device, why_untimed
 from .evaluate import Entry, Outcome
 from .implementations import CORE, FULL, LADDER, OURS, OWN, Implementation
+from .options import seconds
 from .progress import Progress, note
 from .results import Recorder, Row, Stamp, finish_metadata, read_rows, to_row
 from .selection import available_peers, peer_entries, select_cases
@@ -210,7 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
     parser.add_argument("--warmup", type=int, default=WARMUP, metavar="N")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS, metavar="N")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
+    parser.add_argument("--timeout", type=seconds, default=TIMEOUT_S, metavar="SECONDS")
     return parser
 
 

@@ -18,6 +18,7 @@ from .device import ceilings, pick_device, why_untimed
 from .evaluate import Entry, Outcome
 from .floors import core_flops, floor_ms, full_flops
 from .implementations import CORE, FULL, OURS, OURS_FRESH, SCOPES
+from .options import seconds
 from .progress import Progress, note
 from .results import Recorder, Stamp
 from .score import geometric_mean
@@ -166,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--warmup", type=int, default=WARMUP, metavar="N")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS, metavar="N")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
+    parser.add_argument("--timeout", type=seconds, default=TIMEOUT_S, metavar="SECONDS")
     return parser
 
 

@@ -12,6 +12,7 @@ from cases import Case
 from .device import CPU, pick_device, why_untimed
 from .emulation import ALL_CHECKS, AUTO, EMULATOR, Emulation, resolve_backend
 from .implementations import ALIASES, BACKENDS, CORE, OURS, OWN, SCOPES, names
+from .options import seconds
 from .progress import Progress, note
 from .report import FORMATS, Kind, Report
 from .results import Stamp, begin_metadata, finish_metadata, load_rows
@@ -207,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--warmup", type=int, default=WARMUP, metavar="N")
     how.add_argument("--repetitions", type=int, default=REPETITIONS, metavar="N")
     how.add_argument(
-        "--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="for one case"
+        "--timeout", type=seconds, default=TIMEOUT_S, metavar="SECONDS", help="for one case"
     )
     how.add_argument(
         "--in-process",

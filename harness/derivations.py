@@ -21,7 +21,7 @@ from .floors import hbm_floor_ms, tensor_floor_ms
 from .implementations import CORE, FULL, LADDER, OURS, SCOPES
 from .metrics import SHIPPED, by_kernel, read_metrics
 from .results import RESULTS, Row, read_rows
-from .score import geometric_mean, score_sheet, standings_of_rows
+from .score import geometric_mean, recorded_sheet, standings_of_rows
 from .selection import select_cases
 from .timing import Protocol
 
@@ -256,11 +256,11 @@ class Derivations:
     @functools.cached_property
     def _sheet(self):
         rows = [row for name in ("bench", "score") for row in self._rows(name)]
-        standings = standings_of_rows(rows, OURS)
-        seen = {key[0] for key in standings}
+        recorded = standings_of_rows(rows, OURS)
+        seen = {key[0] for key in recorded.latest}
         hidden = [case for case in select_cases(hidden_seed=0) if case.name in seen]
         baselines = load_baselines(self._device)
-        return score_sheet([*self._cases.values(), *hidden], standings, baselines)
+        return recorded_sheet([*self._cases.values(), *hidden], recorded, baselines)
 
     def _emulated(self, version: str) -> dict[str, str]:
         rows = json.loads((self._emulator / "versions.json").read_text())["rows"]

@@ -32,6 +32,7 @@ from cases import Case, make_inputs
 
 from .device import pick_device
 from .implementations import CORE, OURS, get, ladder_versions
+from .options import seconds
 from .problem import Problem, prepare_inputs
 from .profile import MISSING, find_tool
 from .progress import Progress, note
@@ -454,7 +455,7 @@ def _parser() -> argparse.ArgumentParser:
         "--merge", action="store_true", help="keep the other rows that the file already holds"
     )
     parser.add_argument(
-        "--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="for one version"
+        "--timeout", type=seconds, default=TIMEOUT_S, metavar="SECONDS", help="for one version"
     )
     pages = parser.add_argument_group("counters that ncu printed before")
     pages.add_argument(

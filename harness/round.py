@@ -27,6 +27,7 @@ from .emulation import ALL_CHECKS, AUTO, AUTO_LIMIT, EMULATOR, emulated_chunks
 from .evaluate import Entry
 from .implementations import CORE, OURS, get
 from .metrics import SHIPPED, by_kernel, collect
+from .options import seconds
 from .profile import find_tool
 from .progress import Progress, note
 from .results import RESULTS, Stamp, begin_metadata, finish_metadata, to_row, write_csv
@@ -271,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-profile", action="store_true", help="leave the counters out")
     parser.add_argument("--warmup", type=int, default=WARMUP, metavar="N")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS, metavar="N")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
+    parser.add_argument("--timeout", type=seconds, default=TIMEOUT_S, metavar="SECONDS")
     parser.add_argument(
         "--out",
         type=Path,

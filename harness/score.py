@@ -6,6 +6,9 @@ is scored against full forwards, core against core and full against full stand b
 
     python -m harness.score                     measure and score
     python -m harness.score --recorded DEVICE   score the recorded rows, no GPU needed
+
+Recorded times are the latest of each case. The ratios against the other implementations come from
+one recorded run that timed both on the same inputs; the sheet says which runs those are.
 """
 
 import argparse
@@ -14,7 +17,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from cases import Baseline, Case, load_baselines, load_cases
 
@@ -22,9 +25,10 @@ from .check import Status
 from .device import pick_device, why_untimed
 from .emulation import EMULATOR
 from .evaluate import Outcome
-from .implementations import CORE, FULL, OURS, OWN, SCOPES
+from .implementations import ALIASES, CORE, FULL, LADDER, OURS, OWN, SCOPES
+from .options import seconds
 from .progress import Progress, note
-from .results import Recorder, Row, Stamp, load_rows
+from .results import Recorder, Row, Stamp, load_rows, measurement_files
 from .selection import Subject, available_peers, draw_seed, peer_entries, select_cases
 from .session import Session
 from .tables import fixed, render
@@ -108,13 +112,46 @@ class Sheet:
     against_fastest: float | None
     core_against_core: float | None
     full_against_full: float | None
+    times_of: tuple[str, ...] = ()
+    ratios_of: str = ""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Recorded standings. `latest`: the subject's newest row of each case; `times_of`: their runs.
+
+    `beside` holds the subject and the peers as the one run `ratios_of` timed them; empty, and ""
+    for the run, where none holds both. Runs are told by their date.
+    """
+
+    latest: Standings
+    times_of: tuple[str, ...]
+    beside: Standings
+    ratios_of: str
+
+
+def recorded_sheet(
+    cases: Sequence[Case], recorded: Recorded, baselines: Mapping[str, Baseline]
+) -> Sheet:
+    """Scores the latest times; the ratios against peers are those of one run."""
+    sheet = score_sheet(cases, recorded.latest, baselines, recorded.beside)
+    return replace(sheet, times_of=recorded.times_of, ratios_of=recorded.ratios_of)
 
 
 def score_sheet(
-    cases: Sequence[Case], standings: Standings, baselines: Mapping[str, Baseline]
+    cases: Sequence[Case],
+    standings: Standings,
+    baselines: Mapping[str, Baseline],
+    beside: Standings | None = None,
 ) -> Sheet:
-    """Scores `cases`; a case without a baseline gets no score, nor does a mean with it."""
-    lines = tuple(_line(case, standings, baselines.get(case.baseline_name)) for case in cases)
+    """Scores `cases`; a case without a baseline gets no score, nor does a mean with it.
+
+    The ratios against peers are taken from `beside`, or from `standings` if it is None.
+    """
+    beside = standings if beside is None else beside
+    lines = tuple(
+        _line(case, standings, beside, baselines.get(case.baseline_name)) for case in cases
+    )
     public = _mean([line.score for line in lines if not line.hidden])
     hidden = _mean([line.score for line in lines if line.hidden])
     total = None
@@ -131,12 +168,14 @@ def score_sheet(
     )
 
 
-def _line(case: Case, standings: Standings, baseline: Baseline | None) -> CaseLine:
+def _line(
+    case: Case, standings: Standings, beside: Standings, baseline: Baseline | None
+) -> CaseLine:
     subject = standings.get((case.name, SUBJECT, CORE), Timed(Status.ERROR, None))
     ratio = None
     if baseline and subject.median_ms is not None:
         ratio = baseline.t100_ms / subject.median_ms
-    core, full = (_over_fastest_peer(case, scope, standings) for scope in SCOPES)
+    core, full = (_over_fastest_peer(case, scope, beside) for scope in SCOPES)
     return CaseLine(
         case=case.name,
         hidden=case.twin_of is not None,
@@ -183,16 +222,62 @@ def standings_of_outcomes(outcomes: Iterable[Outcome], subject: str) -> Standing
     }
 
 
-def standings_of_rows(rows: Iterable[Row], subject: str) -> Standings:
-    """From recorded rows under the oj protocol, the latest of each; our other variants left out."""
-    return {
-        (row.case, _role(row.implementation, subject), row.scope): Timed(
-            Status(row.correctness), row.median_ms
-        )
-        for row in sorted(rows, key=lambda row: row.date)
-        if row.protocol == Protocol.OJ.value
-        and (row.implementation == subject or row.implementation not in OWN)
-    }
+def standings_of_rows(
+    rows: Iterable[Row], implementation: str, version: str | None = None
+) -> Recorded:
+    """From recorded rows under the oj protocol; our other variants left out.
+
+    The subject is `implementation`, at `version` or any; a version of the ladder may be asked of
+    this package. Raises ValueError, listing what is recorded, if no row is the subject's.
+    """
+    timed = [row for row in rows if row.protocol == Protocol.OJ.value]
+    ours = sorted(
+        (row for row in timed if _is_subject(row, implementation, version)),
+        key=lambda row: row.date,
+    )
+    if not ours:
+        known = sorted({f"{row.implementation} {row.version}" for row in timed})
+        wanted = " ".join(filter(None, (implementation, version)))
+        raise ValueError(f"nothing recorded of {wanted}; there is: {', '.join(known) or 'nothing'}")
+    latest = {(row.case, row.scope): row for row in ours}
+    peers = [row for row in timed if row.implementation not in (*OWN, ours[0].implementation)]
+    date, beside = _one_run(ours, peers)
+    return Recorded(
+        latest={_key(row, True): _timed(row) for row in latest.values()},
+        times_of=tuple(sorted({row.date for (_, scope), row in latest.items() if scope == CORE})),
+        beside=beside,
+        ratios_of=date,
+    )
+
+
+def _is_subject(row: Row, implementation: str, version: str | None) -> bool:
+    if version is None:
+        return row.implementation == implementation
+    names = (OURS, LADDER) if implementation == OURS else (implementation,)
+    return row.implementation in names and row.version == version
+
+
+def _one_run(ours: Sequence[Row], peers: Sequence[Row]) -> tuple[str, Standings]:
+    """The run that holds the most of both side by side, the latest of several: date, standings."""
+    compared: dict[str, set[tuple[str, str]]] = {}
+    for row in ours:
+        for peer in peers:
+            if (peer.date, peer.case, peer.scope) == (row.date, row.case, row.scope):
+                compared.setdefault(row.date, set()).add((row.case, row.scope))
+    if not compared:
+        return "", {}
+    date = max(compared, key=lambda date: (len(compared[date]), date))
+    standings = {_key(row, False): _timed(row) for row in peers if row.date == date}
+    standings |= {_key(row, True): _timed(row) for row in ours if row.date == date}
+    return date, standings
+
+
+def _key(row: Row, subject: bool) -> tuple[str, str, str]:
+    return row.case, SUBJECT if subject else row.implementation, row.scope
+
+
+def _timed(row: Row) -> Timed:
+    return Timed(Status(row.correctness), row.median_ms)
 
 
 def _role(implementation: str, subject: str) -> str:
@@ -223,6 +308,11 @@ def render_sheet(sheet: Sheet) -> str:
         ("core over the fastest core, geometric mean", _times(sheet.core_against_core)),
         ("full over the fastest full, geometric mean", _times(sheet.full_against_full)),
     )
+    if sheet.times_of:
+        summary += (
+            ("times of the run", ", ".join(sheet.times_of)),
+            ("core and full ratios of the run", sheet.ratios_of or "none timed both"),
+        )
     width = max(len(name) for name, _ in summary)
     text = "".join(f"{name:{width}}  {value or 'unknown'}\n" for name, value in summary)
     return render(header, rows) + "\n" + text
@@ -233,26 +323,27 @@ def _times(value: float | None) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 only if every case passed."""
+    """Returns 0 only if every case passed; 2 for arguments that make no sense."""
     parser = _parser()
     options = parser.parse_args(argv)
     subject = Subject(options.impl, options.backend, options.version)
-    if options.recorded:
-        name = OURS if subject.submission is None else subject.submission.stem
-        standings = standings_of_rows(load_rows(device=options.recorded), name)
-        device, cases, outcomes = options.recorded, load_cases(), []
-        recorded = {key[0] for key in standings}
-        cases += [case for case in select_cases(hidden_seed=0) if case.name in recorded]
-    else:
-        try:
-            if options.backend == EMULATOR:
-                raise ValueError(f"backend {EMULATOR!r} takes no times, there is nothing to score")
+    try:
+        plan = Plan(Protocol.OJ, options.warmup, options.repetitions)
+        if options.baseline:
+            _known_baselines(options.baseline)
+        if options.recorded:
+            sheet = _from_recorded(options.recorded, subject, options.baseline)
+        elif options.backend == EMULATOR:
+            raise ValueError(f"backend {EMULATOR!r} takes no times, there is nothing to score")
+        else:
             subject.check(CORE)
-        except (ValueError, ImportError) as error:
-            parser.error(str(error))
-        device, cases, outcomes = _measure(options, subject)
+            sheet = None
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    if sheet is None:
+        device, cases, outcomes = _measure(options, subject, plan)
         standings = standings_of_outcomes(outcomes, outcomes[0].implementation)
-    sheet = score_sheet(cases, standings, _baselines(options.baseline or device))
+        sheet = score_sheet(cases, standings, _baselines(options.baseline or device))
     if options.output_format == "json":
         print(json.dumps(asdict(sheet), indent=2, default=str))
     else:
@@ -260,8 +351,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(line.status is Status.PASS for line in sheet.lines) else 1
 
 
+def _from_recorded(device: str, subject: Subject, baseline: str | None) -> Sheet:
+    """Raises ValueError listing what is recorded if nothing is of that device or subject."""
+    known = sorted({path.parent.name for path in measurement_files()})
+    if device not in known:
+        there = ", ".join(known) or "nothing"
+        raise ValueError(f"nothing recorded for {device!r}; there is: {there}")
+    name = ALIASES.get(subject.name, subject.name)
+    name = name if subject.submission is None else subject.submission.stem
+    if name == LADDER and subject.version is None:
+        raise ValueError(f"{LADDER} has many versions, choose one with --version")
+    recorded = standings_of_rows(load_rows(device=device), name, subject.version)
+    found = {case for case, _, scope in recorded.latest if scope == CORE}
+    cases = load_cases()
+    missing = [case.name for case in cases if case.name not in found]
+    if missing:
+        note(f"not recorded: {', '.join(missing)}")
+    cases += [case for case in select_cases(hidden_seed=0) if case.name in found]
+    return recorded_sheet(cases, recorded, _baselines(baseline or device))
+
+
 def _measure(
-    options: argparse.Namespace, subject: Subject
+    options: argparse.Namespace, subject: Subject, plan: Plan
 ) -> tuple[str, list[Case], list[Outcome]]:
     """Runs the public and the hidden cases; the peers beside the public ones."""
     device = pick_device()
@@ -283,7 +394,6 @@ def _measure(
     recorder = Recorder("score", stamp) if options.record else None
     outcomes: list[Outcome] = []
     progress = Progress("case")
-    plan = Plan(Protocol.OJ, options.warmup, options.repetitions)
     with Session(
         device, [plan], options.backend, options.timeout, progress=progress.say
     ) as session:
@@ -302,10 +412,18 @@ def _measure(
 
 def _baselines(device: str) -> Mapping[str, Baseline]:
     try:
+        return _known_baselines(device)
+    except ValueError as error:
+        note(f"no score: {error} (measure them here with: make baseline)")
+        return {}
+
+
+def _known_baselines(device: str) -> Mapping[str, Baseline]:
+    """Raises ValueError listing the devices that have baselines."""
+    try:
         return load_baselines(device)
     except KeyError as error:
-        note(f"no score: {error.args[0]} (measure them here with: make baseline)")
-        return {}
+        raise ValueError(error.args[0]) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -328,7 +446,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out")
     parser.add_argument("--warmup", type=int, default=WARMUP, metavar="N")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS, metavar="N")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
+    parser.add_argument("--timeout", type=seconds, default=TIMEOUT_S, metavar="SECONDS")
     parser.add_argument("--output-format", choices=("table", "json"), default="table")
     return parser
 

@@ -1,17 +1,19 @@
 """The lab's score: its fixed points, its shape, and what the sheet makes of a run."""
 
+import json
 import math
+import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import Baseline, Case
+from cases import Baseline, Case, load_cases
 from harness import score
 from harness.check import Status
 from harness.evaluate import Outcome
-from harness.results import Row
+from harness.results import Row, load_rows
 from harness.score import (
     CORE,
     FULL,
@@ -21,6 +23,7 @@ from harness.score import (
     geometric_mean,
     main,
     points,
+    recorded_sheet,
     render_sheet,
     score_sheet,
     standings_of_outcomes,
@@ -169,31 +172,120 @@ def test_standings_of_a_run_name_the_subject():
     assert set(standings) == {("a", SUBJECT, CORE), ("a", "fla", FULL)}
 
 
-def row(implementation, date, time, protocol="oj"):
-    return Row(
-        "d", date, "r", implementation, "1", CORE, protocol, "a", "PASS", time, time, time, 1
-    )
+def row(implementation, date, time, protocol="oj", version="1", case="a"):
+    what = ("d", date, "r", implementation, version, CORE, protocol, case)
+    return Row(*what, "PASS", time, time, time, 1)
+
+
+OLD, NEW = "2026-01-01", "2026-02-02"
 
 
 def test_recorded_standings_take_the_latest_oj_row_and_no_variant_of_ours():
     rows = [
-        row("gdn_prefill", "2026-02-02", 2.0),
-        row("gdn_prefill", "2026-01-01", 1.0),
+        row("gdn_prefill", NEW, 2.0),
+        row("gdn_prefill", OLD, 1.0),
         row("gdn_prefill", "2026-03-03", 3.0, protocol="graph"),
-        row("gdn_prefill_fresh", "2026-01-01", 0.1),
-        row("gdn_ladder", "2026-01-01", 0.1),
-        row("fla", "2026-01-01", 5.0),
+        row("gdn_prefill_fresh", OLD, 0.1),
+        row("gdn_ladder", OLD, 0.1),
+        row("fla", OLD, 5.0),
     ]
-    standings = standings_of_rows(rows, "gdn_prefill")
-    assert standings == {
-        ("a", SUBJECT, CORE): Timed(PASS, 2.0),
+    recorded = standings_of_rows(rows, "gdn_prefill")
+    assert recorded.latest == {("a", SUBJECT, CORE): Timed(PASS, 2.0)}
+    assert recorded.times_of == (NEW,)
+    assert recorded.beside == {
+        ("a", SUBJECT, CORE): Timed(PASS, 1.0),
         ("a", "fla", CORE): Timed(PASS, 5.0),
     }
+    assert recorded.ratios_of == OLD
 
 
-def test_recorded_rows_of_no_device_are_all_missing(capsys):
-    assert main(["--recorded", "no-such-device"]) == 1
-    assert "ERROR" in capsys.readouterr().out
+def test_recorded_ratios_never_mix_runs():
+    rows = [
+        row("gdn_prefill", NEW, 2.0),
+        row("gdn_prefill", OLD, 1.0),
+        row("fla", OLD, 5.0),
+        row("flash_qla", "2026-03-03", 0.5),
+    ]
+    sheet = recorded_sheet([case("a")], standings_of_rows(rows, "gdn_prefill"), BASELINES)
+    assert sheet.lines[0].median_ms == 2.0
+    assert sheet.lines[0].core_over_core == pytest.approx(5.0)
+    text = render_sheet(sheet)
+    assert re.search(f"times of the run +{NEW}\n", text)
+    assert re.search(f"core and full ratios of the run +{OLD}\n", text)
+
+
+def test_no_run_with_both_gives_no_ratio():
+    rows = [row("gdn_prefill", NEW, 2.0), row("fla", OLD, 5.0)]
+    sheet = recorded_sheet([case("a")], standings_of_rows(rows, "gdn_prefill"), BASELINES)
+    assert sheet.lines[0].core_over_core is None
+    assert "none timed both" in render_sheet(sheet)
+
+
+def test_the_run_with_the_most_to_compare_counts():
+    late = "2026-03-03"
+    rows = [row(name, OLD, 1.0, case=one) for name in ("gdn_prefill", "fla") for one in "ab"]
+    rows += [row(name, NEW, 1.0, case=one) for name in ("gdn_prefill", "fla") for one in "ab"]
+    rows += [row(name, late, 1.0) for name in ("gdn_prefill", "fla")]
+    assert standings_of_rows(rows, "gdn_prefill").ratios_of == NEW
+
+
+def test_recorded_rows_are_chosen_by_implementation_and_version():
+    rows = [row("gdn_prefill", OLD, 1.0), row("gdn_ladder", OLD, 4.0, version="v7")]
+    found = {
+        (name, version): standings_of_rows(rows, name, version).latest["a", SUBJECT, CORE].median_ms
+        for name, version in (
+            ("gdn_prefill", None),
+            ("gdn_prefill", "1"),
+            ("gdn_prefill", "v7"),
+            ("gdn_ladder", "v7"),
+        )
+    }
+    assert list(found.values()) == [1.0, 1.0, 4.0, 4.0]
+    for name, version in (("gdn_prefill", "v6"), ("fla", None)):
+        with pytest.raises(ValueError, match="there is: gdn_ladder v7, gdn_prefill 1"):
+            standings_of_rows(rows, name, version)
+
+
+def test_a_recorded_version_is_not_the_package(capsys):
+    def times(*arguments):
+        assert main(["--recorded", "nvidia-h200", "--output-format", "json", *arguments]) == 0
+        return [line["median_ms"] for line in json.loads(capsys.readouterr().out)["lines"][:8]]
+
+    rows = [
+        row
+        for row in load_rows(device="nvidia-h200")
+        if (row.implementation, row.version, row.protocol) == ("gdn_ladder", "v7", "oj")
+    ]
+    latest = {row.case: row.median_ms for row in sorted(rows, key=lambda row: row.date)}
+    assert times("--version", "v7") == [latest[case.name] for case in load_cases()]
+    assert times() != times("--version", "v7")
+
+
+COURSE = "nvidia-h800-mig-1g-10gb"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--recorded", "nope"], "nothing recorded for 'nope'; there is: nvidia-h200"),
+        (["--recorded", COURSE], f"nothing recorded for '{COURSE}'; there is: nvidia-h200"),
+        (["--recorded", "nvidia-h200", "--version", "v99"], "nothing recorded of gdn_prefill v99"),
+        (["--recorded", "nvidia-h200", "--impl", "mine.py"], "nothing recorded of mine; there is"),
+        (["--recorded", "nvidia-h200", "--impl", "gdn_ladder"], "choose one with --version"),
+        (["--recorded", "nvidia-h200", "--baseline", "nope"], "no baselines for device 'nope'"),
+        (
+            ["--baseline", "nope"],
+            f"no baselines for device 'nope'; there are some for: {{}}{COURSE}",
+        ),
+        (["--warmup", "-1"], "warmup is -1, must be an integer >= 0"),
+        (["--timeout", "0"], "0 is not above 0"),
+    ],
+)
+def test_senseless_arguments_exit_with_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert message.format("nvidia-h200, ") in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_sheet_has_results_and_no_scores(capsys, monkeypatch):
