@@ -1,0 +1,219 @@
+"""The call layer on a machine without a GPU: launches, graphs and streams are stand-ins."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+
+from cases import Case, make_inputs
+from gdn_prefill import prepare, runtime
+from gdn_prefill.runtime import Runtime
+from gdn_prefill.torch_backend import forward_torch
+
+CASE = Case("small", 1, 130, 1, 2, True, "mixed", 5e-3, 5e-3)
+
+
+class Device:
+    """What the runtime sees of CUDA: the stream that is current, whether it captures, launches."""
+
+    def __init__(self):
+        self.stream, self.capturing = 0, False
+        self.launches, self.recording = 0, None
+
+    def launch(self, *tensors_and_scale):
+        *tensors, scale = tensors_and_scale
+        # A launch knows addresses and sizes, not the tensor objects.
+        q, k, v, g, beta, A, initial_state, output, final_state = [x.detach() for x in tensors]
+
+        def run():
+            self.launches += 1
+            state = initial_state if initial_state.ndim == 4 else None
+            results = forward_torch(q, k, v, g, beta, A, state, scale)
+            output.copy_(results[0])
+            final_state.copy_(results[1])
+
+        if self.recording is None:
+            run()
+        else:
+            self.recording.append(run)
+
+
+class Graph:
+    """A CUDA Graph that replays the launches made while it recorded."""
+
+    device: Device
+
+    def __init__(self):
+        self.launches = []
+
+    def capture_begin(self, capture_error_mode):
+        self.device.recording = self.launches
+
+    def capture_end(self):
+        self.device.recording = None
+
+    def replay(self):
+        for launch in self.launches:
+            launch()
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(Graph, "device", device, raising=False)
+    monkeypatch.setattr(runtime, "compile_launcher", lambda *_: device.launch)
+    monkeypatch.setattr(runtime, "sm_count", lambda _: 132)
+    for name, stand_in in {
+        "device": lambda _: contextlib.nullcontext(),
+        "stream": lambda _: contextlib.nullcontext(),
+        "Stream": lambda _: None,
+        "CUDAGraph": Graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    for name, stand_in in {
+        "_cuda_getCurrentRawStream": lambda _: device.stream,
+        "_cuda_isCurrentStreamCapturing": lambda: device.capturing,
+    }.items():
+        monkeypatch.setattr(torch._C, name, stand_in, raising=False)
+    return device
+
+
+def arguments(case=CASE, seed=42):
+    inputs = make_inputs(case, seed=seed)
+    g_cumsum, A = prepare(inputs.k, inputs.g, inputs.beta)
+    return [inputs.q, inputs.k, inputs.v, g_cumsum, inputs.beta, A, inputs.initial_state]
+
+
+def call(layer, tensors, reuse=True, scale=None, block_dv=None):
+    """As gdn_prefill_forward calls the layer."""
+    if reuse:
+        replayed = layer.replay(*tensors, scale, block_dv)
+        if replayed is not None:
+            return replayed
+    return layer.forward(*tensors, scale, block_dv, reuse)
+
+
+def assert_right(result, tensors):
+    expected = forward_torch(*tensors, 128**-0.5)
+    assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
+
+
+def test_the_second_call_captures_and_the_later_ones_replay(device):
+    layer, tensors = Runtime(), arguments()
+    seen = []
+    for _ in range(4):
+        result = call(layer, tensors)
+        info = layer.info()
+        seen.append((device.launches, info.captures, info.replays))
+        assert_right(result, tensors)
+        for buffer in result:
+            buffer.fill_(float("nan"))
+    assert seen == [(1, 0, 0), (2, 1, 1), (3, 1, 2), (4, 1, 3)]
+    assert info.compiles == 1 and info.buffers.size == 1 and info.buffer_bytes > 0
+
+
+def test_a_call_without_a_state_and_fresh_outputs(device):
+    layer, tensors = Runtime(), [*arguments()[:6], None]
+    results = [call(layer, tensors, reuse=False) for _ in range(2)]
+    assert results[0][0].data_ptr() != results[1][0].data_ptr()
+    assert_right(results[1], tensors)
+    assert layer.info().graphs.size == layer.info().buffers.size == 0
+
+
+def test_new_contents_are_computed_and_new_addresses_launched(device):
+    layer, tensors = Runtime(), arguments()
+    for _ in range(3):
+        call(layer, tensors)
+    for held, new in zip(tensors, arguments(seed=7), strict=True):
+        held.copy_(new)
+    assert_right(call(layer, tensors), tensors)
+    assert layer.info().captures == 1
+    other = [tensor.clone() for tensor in tensors]
+    assert_right(call(layer, other), other)
+    assert layer.info().graphs.size == 2
+
+
+def test_a_tensor_reshaped_in_place_is_another_call(device):
+    layer, tensors = Runtime(), arguments()
+    for _ in range(4):
+        call(layer, tensors)
+    tensors[4].resize_(1, 64, 2)
+    with pytest.raises(ValueError, match="beta has shape"):
+        call(layer, tensors)
+    for tensor in tensors[:6]:
+        tensor.resize_(1, 64, *tensor.shape[2:])
+    result = call(layer, tensors)
+    assert result[0].shape[1] == 64
+    assert_right(result, tensors)
+
+
+def test_calls_are_forgotten_with_their_tensors(device):
+    layer, tensors = Runtime(), arguments()
+    for _ in range(4):
+        call(layer, tensors)
+    assert len(layer._recent) == 1
+    del tensors
+    gc.collect()
+    assert not layer._recent
+
+
+def test_streams_and_options_have_entries_of_their_own(device):
+    layer, tensors = Runtime(), arguments()
+    first = [call(layer, tensors) for _ in range(3)][-1]
+    device.stream = 7
+    assert call(layer, tensors)[0].data_ptr() != first[0].data_ptr()
+    device.stream = 0
+    assert call(layer, tensors, block_dv=128)[0].data_ptr() != first[0].data_ptr()
+    doubled = call(layer, tensors, scale=2 * 128**-0.5)[0]
+    torch.testing.assert_close(doubled.float(), 2 * first[0].float())
+    assert layer.info().compiles == 2
+
+
+def test_under_a_callers_capture_nothing_is_captured_or_replayed(device):
+    layer, tensors = Runtime(), arguments()
+    for _ in range(3):
+        call(layer, tensors)
+    before = layer.info()
+    device.capturing = True
+    assert_right(call(layer, tensors), tensors)
+    after = layer.info()
+    assert (after.captures, after.replays) == (before.captures, before.replays)
+
+
+def test_evicted_buffers_take_their_graphs_along(device):
+    layer = Runtime(buffer_capacity=2)
+    kept = []
+    for tokens in (64, 65, 66):
+        tensors = arguments(Case("small", 1, tokens, 1, 2, True, "mixed", 5e-3, 5e-3))
+        kept.append(tensors)
+        for _ in range(3):
+            call(layer, tensors)
+    info = layer.info()
+    assert info.buffers.size == 2 and info.graphs.size == 2
+    assert_right(call(layer, kept[0]), kept[0])
+    layer.clear()
+    assert layer.info().buffer_bytes == 0 and not layer._recent
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_bad_arguments_are_refused_warm_or_not(device, reuse):
+    layer, tensors = Runtime(), arguments()
+    for warm in (False, True):
+        if warm:
+            for _ in range(3):
+                call(layer, tensors, reuse)
+        launches = device.launches
+        for index, bad, message in (
+            (3, 1.0, "g_cumsum is a float"),
+            (0, tensors[0].float(), "q has dtype"),
+            (5, tensors[5].transpose(1, 2), "A is not contiguous"),
+            (4, tensors[4].clone().requires_grad_(), "beta requires grad"),
+        ):
+            wrong = list(tensors)
+            wrong[index] = bad
+            with pytest.raises((TypeError, ValueError), match=message):
+                call(layer, wrong, reuse)
+        with pytest.raises(ValueError, match="block_dv is 7"):
+            call(layer, tensors, reuse, block_dv=7)
+        assert device.launches == launches
