@@ -148,6 +148,28 @@ def test_a_tensor_reshaped_in_place_is_another_call(device):
     assert_right(result, tensors)
 
 
+def test_a_tensor_moved_in_place_is_not_read_where_it_was(device):
+    layer, tensors = Runtime(), arguments()
+    for _ in range(4):
+        call(layer, tensors)
+    launches = device.launches
+    tensors[2].data = tensors[2].clone() * 2
+    assert_right(call(layer, tensors), tensors)
+    assert device.launches == launches + 1
+
+
+def test_an_evicted_graph_is_kept_by_nobody(device):
+    layer, kept = Runtime(graph_capacity=2), [arguments(seed=seed) for seed in range(3)]
+    for tensors in kept[:2]:
+        for _ in range(3):
+            call(layer, tensors)
+    call(layer, kept[2])
+    assert layer.info().graphs.evictions == 1
+    graphs = [recent.entry.graph for recent in layer._recent.values()]
+    assert len(graphs) == 2 and graphs.count(None) == 1
+    assert_right(call(layer, kept[0]), kept[0])
+
+
 def test_calls_are_forgotten_with_their_tensors(device):
     layer, tensors = Runtime(), arguments()
     for _ in range(4):
