@@ -41,8 +41,16 @@ class Case:
     twin_of: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.name or self.name != self.name.strip() or "," in self.name:
-            raise ValueError(f"case name {self.name!r}: must be a word without commas or blanks")
+        if (
+            not self.name
+            or self.name != self.name.strip()
+            or "," in self.name
+            or not self.name.isprintable()
+        ):
+            raise ValueError(
+                f"case name {self.name!r}: must be a word without commas, blanks or control"
+                " characters"
+            )
         for field in ("B", "T", "Hq", "Hv"):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -93,10 +101,19 @@ def load_cases(path: str | Path | None = None) -> list[Case]:
     the line and what is allowed there.
     """
     path = PUBLIC if path is None else Path(path)
+    if path.is_dir():
+        raise ValueError(f"case file {path} is a directory, must be a CSV file")
     if not path.is_file():
         raise FileNotFoundError(f"case file {path} does not exist")
-    with path.open(newline="", encoding="utf-8") as handle:
-        cases = list(_parse(handle, path))
+    try:
+        # A byte order mark, which spreadsheets write, is skipped.
+        with path.open(newline="", encoding="utf-8-sig") as handle:
+            cases = list(_parse(handle, path))
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(f"{path}: not UTF-8 text, byte 0x{byte:02x} is no part of it") from None
+    except csv.Error as error:
+        raise ValueError(f"{path}: {error}") from None
     if not cases:
         raise ValueError(f"{path}: no case in it")
     return cases

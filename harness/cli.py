@@ -1,6 +1,7 @@
 """run.py's command line: the lab's options and outputs, and what this project adds."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from cases import Case
 
 from .device import CPU, pick_device, why_untimed
-from .emulation import ALL_CHECKS, AUTO, EMULATOR, Emulation, resolve_backend
+from .emulation import ALL_CHECKS, AUTO, EMULATOR, Emulation, NothingRunsError, resolve_backend
 from .implementations import ALIASES, BACKENDS, CORE, OURS, OWN, SCOPES, names
 from .options import seconds
 from .progress import Progress, note
@@ -22,8 +23,9 @@ from .timing import REPETITIONS, WARMUP, Plan, Protocol
 from .versions import ALL, FAILURE_TIMEOUT_S, as_expected, every_version, expected, versions_table
 from .worker import TIMEOUT_S
 
-# What --hidden without a number stands for.
-NEW_SEED = -1
+# What --hidden without a number stands for; no number is it.
+NEW_SEED = object()
+NOTHING_RUNS = 2
 MEASURED_DEVICE = "nvidia-h200"
 TABLE_CASE = "long_low_gva"
 
@@ -31,14 +33,17 @@ TABLE_CASE = "long_low_gva"
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 only if every case passed; 2 for arguments that make no sense.
 
-    With --version all, a version that is kept to show how it fails must fail.
+    With --version all, a version that is kept to show how it fails must fail. What cannot run here
+    is left out with a note: it fails nothing, but 2 is returned if that leaves nothing to run.
     """
     parser = _parser()
     options = parser.parse_args(argv)
-    hidden_seed = draw_seed() if options.hidden == NEW_SEED else options.hidden
+    hidden_seed = draw_seed() if options.hidden is NEW_SEED else options.hidden
     subject = Subject(options.impl, options.backend, options.version)
     subjects, absent = [subject], []
     try:
+        if options.out is not None:
+            _check_writable(Path(options.out))
         cases = select_cases(options.case, options.cases, hidden_seed)
         plan = Plan(Protocol(options.protocol), options.warmup, options.repetitions)
         if not (options.list or options.versions_table):
@@ -47,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 subjects, absent = every_version(subject)
             for one in subjects:
                 one.check(options.scope)
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         parser.error(str(error))
     if options.versions_table:
         case = options.case[0] if options.case else TABLE_CASE
@@ -62,6 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in absent:
         note(line)
     return _run(options, cases, subjects, plan)
+
+
+def _check_writable(path: Path) -> None:
+    """Raises ValueError, before anything runs, for a file that could not be written."""
+    if path.is_dir():
+        raise ValueError(f"--out {path} is a directory, must be a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"--out {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--out {path} cannot be written")
 
 
 def _check_emulation(options: argparse.Namespace) -> None:
@@ -82,6 +97,10 @@ def _run(
     untimed = "the emulator runs on the CPU" if emulated else why_untimed(device)
     if untimed:
         note(f"nothing is timed: {untimed}")
+    runs = _runnable(cases, subjects, device)
+    if not runs:
+        note("nothing can run here")
+        return NOTHING_RUNS
     beside, kind = [], Kind.PLAIN
     if options.reference_benchmarks:
         kind = Kind.REFERENCES
@@ -93,7 +112,6 @@ def _run(
         kind = Kind.VERSIONS
     report = Report(options.output_format, kind, cases)
     metadata = begin_metadata(Stamp.now(device))
-    runs = [(case, subject) for case in cases for subject in subjects]
     progress = Progress("case" if len(subjects) == 1 else "run")
     said = set()
     satisfied = True
@@ -107,9 +125,8 @@ def _run(
         progress=progress.say,
         steps=progress.steps,
     ) as session:
-        for case, subject in progress.over(runs):
+        for case, subject, meaning in progress.over(runs):
             progress.say(" ".join(filter(None, (case.name, subject.version))))
-            subject, meaning = _resolved(subject, case, device)
             if meaning and (case, meaning) not in said:
                 note(f"{case.name}: {meaning}")
                 said.add((case, meaning))
@@ -129,6 +146,20 @@ def _run(
     if options.out:
         Path(options.out).write_text(report.text, encoding="utf-8")
     return 0 if satisfied else 1
+
+
+def _runnable(
+    cases: Sequence[Case], subjects: Sequence[Subject], device: torch.device
+) -> list[tuple[Case, Subject, str]]:
+    """Each case with each subject that can run it, and what that means; the rest is noted."""
+    runs = []
+    for case in cases:
+        for subject in subjects:
+            try:
+                runs.append((case, *_resolved(subject, case, device)))
+            except NothingRunsError as error:
+                note(f"{case.name}: {subject.version} left out: {error}")
+    return runs
 
 
 def _resolved(subject: Subject, case: Case, device: torch.device) -> tuple[Subject, str]:
@@ -153,7 +184,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="run.py",
         description="Checks Gated DeltaNet prefill on the lab's cases, then times what is right."
-        " Exit code 0 only if every case passed.",
+        " Exit code 0 only if every case passed; cases left out because a version cannot run"
+        " them here do not count.",
     )
     what = parser.add_argument_group("what to run")
     what.add_argument("--case", action="append", default=[], metavar="NAME", help="repeatable")

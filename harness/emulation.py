@@ -25,6 +25,10 @@ class EmulatedFaultError(RuntimeError):
     """What the emulator found wrong with a kernel, in its own words."""
 
 
+class NothingRunsError(ValueError):
+    """Why no backend of this machine runs a version of the ladder on a case."""
+
+
 def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -113,8 +117,8 @@ def resolve_backend(
     """The backend that "auto" stands for on `case`, and a line that says what that means.
 
     On a GPU, and for any other backend, it stays as it is and there is nothing to say. Without a
-    GPU small cases go to the emulator; for large ones the torch backend stands in, and nothing can
-    for a version of the ladder.
+    GPU small cases go to the emulator; for large ones the torch backend stands in. Raises
+    NothingRunsError for a version of the ladder there: torch is no version of the kernel.
     """
     if requested not in (AUTO, EMULATOR) or device_type != "cpu":
         return requested, ""
@@ -122,9 +126,9 @@ def resolve_backend(
     chunks = emulated_chunks(case)
     if requested == EMULATOR or chunks <= AUTO_LIMIT:
         return EMULATOR, f"{what} in the emulator, {chunks} chunks of a head's state"
+    limit = f"{chunks} chunks of a head's state, 'auto' emulates up to {AUTO_LIMIT}"
     if version:
-        return CUDA, ""
-    return TORCH, (
-        f"torch stands in for the kernel: {chunks} chunks of a head's state, 'auto' emulates up to"
-        f" {AUTO_LIMIT} (--backend emulator takes any)"
-    )
+        raise NothingRunsError(
+            f"{limit}, and torch cannot stand in for a version (--backend emulator takes any case)"
+        )
+    return TORCH, f"torch stands in for the kernel: {limit} (--backend emulator takes any)"

@@ -9,7 +9,17 @@ from cases import Case, hidden_cases, load_cases
 
 from .emulation import AUTO, EMULATOR
 from .evaluate import Entry
-from .implementations import BACKENDS, CORE, SCOPES, Implementation, get, peers
+from .implementations import (
+    ALIASES,
+    BACKENDS,
+    CORE,
+    LADDER,
+    SCOPES,
+    Implementation,
+    get,
+    names,
+    peers,
+)
 
 SEED_LIMIT = 2**31
 
@@ -24,9 +34,12 @@ class Subject:
 
     @property
     def submission(self) -> Path | None:
-        """The file, if the name is a path."""
+        """The file, if the name is a path: by its looks, or as it is there and nothing else."""
         path = Path(self.name)
-        return path if path.suffix == ".py" or "/" in self.name else None
+        if path.suffix == ".py" or "/" in self.name:
+            return path
+        known = (*names(), *ALIASES, LADDER)
+        return path if self.name not in known and path.exists() else None
 
     def implementation(self) -> Implementation:
         """Raises ValueError for an unknown name, for one that cannot run here, or for a file."""
@@ -49,8 +62,12 @@ class Subject:
             scopes = self.implementation().scopes
             if scope not in scopes:
                 raise ValueError(f"scope is {scope!r}, {self.name} has {', '.join(scopes)}")
+        elif self.submission.is_dir():
+            raise ValueError(f"submission {self.submission} is a directory, must be a .py file")
         elif not self.submission.is_file():
             raise ValueError(f"submission {self.submission} does not exist")
+        elif self.submission.suffix != ".py":
+            raise ValueError(f"submission {self.submission} is not named .py")
         elif scope != CORE or self.version:
             raise ValueError("a submission file has no versions, and the core scope only")
         elif self.backend == EMULATOR:
@@ -62,22 +79,22 @@ def draw_seed() -> int:
 
 
 def select_cases(
-    names: Sequence[str] = (), path: str | Path | None = None, hidden_seed: int | None = None
+    wanted: Sequence[str] = (), path: str | Path | None = None, hidden_seed: int | None = None
 ) -> list[Case]:
     """The cases of a command, in the order asked for.
 
-    Without names: those of the file (the public ones if None), or the hidden ones of
+    Without `wanted` names: those of the file (the public ones if None), or the hidden ones of
     `hidden_seed`. Names are looked up in both. Raises ValueError listing what there is.
     """
     listed = load_cases(path)
     hidden = hidden_cases(hidden_seed) if hidden_seed is not None else []
-    if not names:
+    if not wanted:
         return hidden or listed
     known = {case.name: case for case in [*listed, *hidden]}
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in wanted if name not in known]
     if unknown:
         raise ValueError(f"no case named {', '.join(unknown)}; there are: {', '.join(known)}")
-    return [known[name] for name in dict.fromkeys(names)]
+    return [known[name] for name in dict.fromkeys(wanted)]
 
 
 def available_peers() -> tuple[list[Implementation], list[str]]:

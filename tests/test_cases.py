@@ -167,6 +167,23 @@ def test_bad_case_files_are_refused_by_line(tmp_path, lines, message):
 def test_missing_case_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere.csv does not exist"):
         load_cases(tmp_path / "nowhere.csv")
+    with pytest.raises(ValueError, match="is a directory, must be a CSV file"):
+        load_cases(tmp_path)
+
+
+def test_encodings_of_case_files(tmp_path):
+    path, text = tmp_path / "cases.csv", f"{HEADER}\nmine,3,65,2,6,yes,mixed\n"
+    path.write_text(text, encoding="utf-8-sig")
+    assert load_cases(path)[0].name == "mine"
+    for encoding in ("utf-16", "latin-1"):
+        path.write_bytes(text.replace("mine", "m\xe9").encode(encoding))
+        with pytest.raises(ValueError, match=r"cases\.csv: not UTF-8 text, byte 0x[ef]"):
+            load_cases(path)
+
+
+def test_a_nul_is_no_part_of_a_name(tmp_path):
+    with pytest.raises(ValueError, match=r"cases\.csv.*(control characters|NUL)"):
+        load_cases(write(tmp_path / "cases.csv", HEADER, "mi\0ne,3,65,2,6,yes,mixed"))
 
 
 def test_course_baselines_cover_every_public_case():

@@ -129,6 +129,11 @@ def test_hidden_cases_are_drawn_from_the_seed_that_is_printed(capsys):
     assert "hidden cases of seed" in capsys.readouterr().err
 
 
+def test_every_number_is_a_seed(capsys):
+    assert run("--list", "--hidden", "-1") == 0
+    assert "hidden cases of seed -1 " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -150,9 +155,21 @@ def test_hidden_cases_are_drawn_from_the_seed_that_is_printed(capsys):
         (["--backend", "emulator", "--reference-benchmarks"], "the emulator has none"),
         (["--version", "all", "--reference-benchmarks"], "goes with one version"),
         (["--protocol", "fast"], "invalid choice"),
+        (["--out", "/no/such/folder/x"], "--out /no/such/folder/x: there is no folder"),
+        (["--out", "tests"], "--out tests is a directory, must be a file"),
+        (["--timeout", "0"], "0 is not above 0"),
+        (["--timeout", "-1"], "-1 is not above 0"),
+        (["--timeout", "nan"], "nan is not above 0"),
+        (["--timeout", "inf"], "at most 1000000"),
+        (["--timeout", "soon"], "invalid seconds value: 'soon'"),
+        (["--impl", "tests"], "submission tests is a directory, must be a .py file"),
+        (["--impl", "tests/submissions"], "is a directory, must be a .py file"),
+        (["--impl", "Makefile"], "submission Makefile is not named .py"),
+        (["--cases", "tests"], "case file tests is a directory"),
     ],
 )
-def test_senseless_arguments_exit_with_2(arguments, message, capsys):
+def test_senseless_arguments_exit_with_2(arguments, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as exit_:
         run(*arguments)
     assert exit_.value.code == 2

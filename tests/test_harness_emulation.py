@@ -14,11 +14,12 @@ from harness.emulation import (
     ALL_CHECKS,
     AUTO_LIMIT,
     Emulation,
+    NothingRunsError,
     emulated_chunks,
     resolve_backend,
 )
 from harness.evaluate import Entry, compare
-from harness.implementations import BACKENDS, get
+from harness.implementations import BACKENDS
 from harness.progress import Progress
 from harness.timing import Plan
 from harness.worker import Worker
@@ -148,8 +149,20 @@ def test_what_is_asked_for_stays(backend):
 def test_a_version_is_emulated_or_refused_never_replaced():
     small, *_, deep = load_cases()
     assert resolve_backend("auto", small, "cpu", "v6")[0] == "emulator"
-    backend, _ = resolve_backend("auto", deep, "cpu", "v6")
-    assert "--backend emulator runs them without" in get("ours", backend, "v6").unavailable()
+    with pytest.raises(NothingRunsError, match="8192 chunks .* torch cannot stand in"):
+        resolve_backend("auto", deep, "cpu", "v6")
+
+
+def test_what_a_version_cannot_run_is_left_out(cases, capsys, monkeypatch):
+    monkeypatch.setattr(emulation, "AUTO_LIMIT", 4)
+    arguments = ["--cases", cases, "--in-process", "--version", "v6", "--protocol", "graph"]
+    assert cli.main([*arguments, "--output-format", "csv"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "case,correctness,median_ms\ntiny,PASS,\n"
+    assert "long: v6 left out: 22 chunks of a head's state, 'auto' emulates up to 4" in printed.err
+    assert cli.main([*arguments, "--case", "long"]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, "nothing can run here" in printed.err) == ("", True)
 
 
 def test_hidden_cases_are_emulated_like_their_twins():
