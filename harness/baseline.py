@@ -14,9 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-import torch
-
-from cases import Baseline, load_cases
+from cases import Baseline, Case, load_cases
 from cases.baseline import DIRECTORY
 
 from .device import pick_device, why_untimed
@@ -31,6 +29,7 @@ from .tables import fixed, render
 from .timing import REPETITIONS, WARMUP, Plan, Protocol
 
 NAIVE = "v1"
+UNKNOWN = " unknown"
 TIMEOUT_S = 1800.0
 
 
@@ -78,10 +77,20 @@ def write_baselines(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 only if every public case has a baseline; the file is written only then."""
-    options = _parser().parse_args(argv)
+    """Returns 0 only if every public case has a baseline; the file is written only then.
+
+    2 for arguments that make no sense.
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        cases = select_cases(options.case)
+        plan = Plan(Protocol.OJ, options.warmup, options.repetitions)
+        recorded = read_rows(options.recorded) if options.recorded else []
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     if options.recorded:
-        return _from_recorded(options.recorded)
+        return _from_recorded(options.recorded, recorded)
     device = pick_device()
     untimed = why_untimed(device)
     if untimed:
@@ -95,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     stamp = Stamp.now(device)
     recorder = None if options.dry_run else Recorder("baseline", stamp, bool(options.case))
-    outcomes = _measure(options, device, _entries(present), recorder)
+    with Session(device, [plan], timeout_s=options.timeout) as session:
+        outcomes = _measure(session, cases, _entries(present), recorder)
     rows = [to_row(outcome, stamp) for outcome in outcomes]
     if recorder:
         path = recorder.add([])
@@ -103,23 +113,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         note(f"recorded in {path}")
     baselines, refused = pick_baselines(rows)
     print(_text(baselines, rows), end="")
-    for line in refused:
+    for line in (*refused, *_doubts(baselines)):
         note(line)
     if refused or options.dry_run:
         note("the baselines stay as they are")
         return 1 if refused else 0
-    plan = {"warmup": options.warmup, "repetitions": options.repetitions}
-    provenance = _provenance(finish_metadata(recorder.metadata, **plan), path)
+    calls = {"warmup": plan.warmup, "repetitions": plan.repetitions}
+    provenance = _provenance(finish_metadata(recorder.metadata, **calls), path)
     note(f"written to {write_baselines(stamp.device, baselines, provenance)}")
     return 0
 
 
-def _from_recorded(path: Path) -> int:
+def _from_recorded(path: Path, rows: Sequence[Row]) -> int:
     """The baselines that a recorded run holds; it must have timed v1 and the peers in turn."""
-    rows = [row for row in read_rows(path) if row.protocol == Protocol.OJ.value]
+    rows = [row for row in rows if row.protocol == Protocol.OJ.value]
     baselines, refused = pick_baselines(rows)
     print(_text(baselines, rows), end="")
-    for line in refused:
+    for line in (*refused, *_doubts(baselines)):
         note(line)
     if refused:
         note("the baselines stay as they are")
@@ -140,30 +150,34 @@ def pick_baselines(rows: Sequence[Row]) -> tuple[list[Baseline], list[str]]:
     return baselines, refused
 
 
+def _doubts(baselines: Sequence[Baseline]) -> list[str]:
+    """One line about each t100 implementation whose release nobody could tell later."""
+    unknown = {b.t100_implementation for b in baselines if b.t100_implementation.endswith(UNKNOWN)}
+    return [f"t100: {name.removesuffix(UNKNOWN)}'s version is unknown" for name in sorted(unknown)]
+
+
 def _entries(present: Sequence[Implementation]) -> list[Entry]:
     ours = [Entry(LADDER, CORE, NAIVE), Entry(OURS, CORE), Entry(OURS, FULL)]
     return ours + [entry for entry in peer_entries(present) if entry.scope == FULL]
 
 
 def _measure(
-    options: argparse.Namespace,
-    device: torch.device,
+    session: Session,
+    cases: Sequence[Case],
     entries: Sequence[Entry],
     recorder: Recorder | None,
 ) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    plan = Plan(Protocol.OJ, options.warmup, options.repetitions)
     progress = Progress("case")
-    with Session(device, [plan], timeout_s=options.timeout) as session:
-        for case in progress.over(select_cases(options.case)):
-            progress.say(case.name)
-            measured = session.compare(case, entries)
-            outcomes += measured
-            if recorder:
-                recorder.add(measured)
-            for outcome in measured:
-                if outcome.reason:
-                    note(f"{case.name}: {outcome.implementation} {outcome.scope}: {outcome.reason}")
+    for case in progress.over(cases):
+        progress.say(case.name)
+        measured = session.compare(case, entries)
+        outcomes += measured
+        if recorder:
+            recorder.add(measured)
+        for outcome in measured:
+            if outcome.reason:
+                note(f"{case.name}: {outcome.implementation} {outcome.scope}: {outcome.reason}")
     return outcomes
 
 

@@ -17,7 +17,7 @@ from .check import Status
 from .device import ceilings, pick_device, why_untimed
 from .evaluate import Entry, Outcome
 from .floors import core_flops, floor_ms, full_flops
-from .implementations import CORE, FULL, OURS, OURS_FRESH, SCOPES
+from .implementations import CORE, FULL, OURS, OURS_FRESH, SCOPES, get
 from .options import seconds
 from .progress import Progress, note
 from .results import Recorder, Stamp
@@ -33,17 +33,23 @@ HEADER += ("HOST(us)", "TFLOP/s", "FLOOR", "OVER OURS")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 only if every result of this package is right."""
-    options = _parser().parse_args(argv)
+    """Returns 0 only if every result of this package is right; 2 for senseless arguments."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    chosen = options.protocol or [Protocol.OJ.value, Protocol.GRAPH.value]
+    try:
+        cases = select_cases(options.case, options.cases)
+        plans = [Plan(Protocol(name), options.warmup, options.repetitions) for name in chosen]
+        for version in options.version:
+            get(OURS, version=version)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     device = pick_device()
     untimed = why_untimed(device)
     if untimed:
         note(f"nothing can be benchmarked here: {untimed}")
         return 1
-    cases = select_cases(options.case, options.cases)
     entries = _entries(options)
-    chosen = options.protocol or [Protocol.OJ.value, Protocol.GRAPH.value]
-    plans = [Plan(Protocol(name), options.warmup, options.repetitions) for name in chosen]
     recorder = Recorder(options.name, Stamp.now(device), options.merge)
     outcomes: list[Outcome] = []
     progress = Progress("case")

@@ -19,8 +19,8 @@ from .selection import select_cases
 from .worker import ROOT, child_environment
 
 TOOLS = ("ncu", "nsys")
-# The forward kernels of this package and of its ladder.
-KERNELS = "regex:gdn_(forward|resident|early|four_group)"
+# The kernels of this package and of its ladder, whatever else a process launches.
+KERNELS = "regex:^gdn_"
 MISSING = 3
 _PLACES = (
     "/usr/local/cuda/bin",
@@ -57,6 +57,7 @@ def nsys_command(case: str, tool: str, python: str, output: str, arguments: Sequ
         "none",
         "--capture-range=cudaProfilerApi",
         "--capture-range-end=stop",
+        "--force-overwrite=true",
         "-o",
         output,
         *run_command(case, python, arguments),
@@ -66,7 +67,10 @@ def nsys_command(case: str, tool: str, python: str, output: str, arguments: Sequ
 def ncu_command(
     case: str, tool: str, python: str, output: str, arguments: Sequence[str], kernels: str = KERNELS
 ) -> list[str]:
-    """The counters of two launches of the forward kernel, after three that are skipped."""
+    """The counters of two launches of our kernels, after three that are skipped.
+
+    An earlier report of that name is written over.
+    """
     return [
         tool,
         "--clock-control",
@@ -80,6 +84,7 @@ def ncu_command(
         "--launch-count",
         "2",
         "--csv",
+        "-f",
         "-o",
         output,
         *run_command(case, python, arguments),
@@ -156,8 +161,9 @@ def _assignment(text: str) -> tuple[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m harness.profile",
+        usage="%(prog)s {ncu,nsys} [options] [-- ARGUMENTS OF run.py]",
         description="Profiles run.py on a case with the lab's command lines. What follows -- goes"
-        " to run.py.",
+        " to run.py: -- --version v7; through make: make profile-ncu ARGS='-- --version v7'.",
     )
     parser.add_argument("tool", choices=TOOLS)
     parser.add_argument("--case", default="long_low_gva", metavar="NAME")

@@ -167,3 +167,47 @@ def test_the_benchmark_records_both_protocols_and_scopes(measured, capsys):
     printed = capsys.readouterr()
     assert "x left out: y" in printed.err
     assert printed.out.splitlines()[-1].split() == ["full", "graph", "fla", "1", "1", "2.000"]
+
+
+@pytest.mark.parametrize("command", [baseline, bench])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--case", "nope"], "no case named nope; there are: short_tail_state"),
+        (["--warmup", "-1"], "warmup is -1, must be an integer >= 0"),
+        (["--repetitions", "0"], "repetitions is 0, must be an integer >= 1"),
+        (["--timeout", "nan"], "nan is not above 0"),
+    ],
+)
+def test_senseless_arguments_exit_with_2_gpu_or_not(command, arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command.main(arguments)
+    assert exit_.value.code == 2
+    printed = capsys.readouterr().err
+    assert message in printed and "measured here" not in printed
+
+
+def test_versions_and_files_that_do_not_exist_are_refused(capsys):
+    for command, arguments, message in (
+        (bench, ["--version", "v99"], "version is 'v99', must be one of v1"),
+        (bench, ["--cases", "/no/such.csv"], "does not exist"),
+        (baseline, ["--recorded", "/no/such.csv"], "No such file"),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            command.main(arguments)
+        assert exit_.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_fastest_peer_of_unknown_version_is_noted(measured, monkeypatch, capsys):
+    assert baseline.main([]) == 0
+    assert "version is unknown" not in capsys.readouterr().err
+    original = FakeSession.compare
+
+    def compare(self, case, entries):
+        found = original(self, case, entries)
+        return [replace(one, version="unknown") if one.scope == "full" else one for one in found]
+
+    monkeypatch.setattr(FakeSession, "compare", compare)
+    assert baseline.main([]) == 0
+    assert capsys.readouterr().err.count("t100: fla's version is unknown") == 1

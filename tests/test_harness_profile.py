@@ -1,5 +1,7 @@
 """The profilers' command lines as text; what is missing is said."""
 
+import re
+import subprocess
 import sys
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from harness import profile
 from harness.profile import MISSING, main
+from harness.worker import ROOT
 
 
 def printed(capsys, *arguments):
@@ -24,7 +27,7 @@ def test_nsys_as_the_lab_prescribes(capsys):
     assert code == 0
     assert shown.out == (
         "nsys profile --clock-control none --capture-range=cudaProfilerApi"
-        " --capture-range-end=stop -o long_low_gva_nsys"
+        " --capture-range-end=stop --force-overwrite=true -o long_low_gva_nsys"
         " /opt/venv/bin/python run.py --case long_low_gva --output-format csv\n"
     )
 
@@ -34,8 +37,8 @@ def test_ncu_as_the_lab_prescribes(capsys):
     assert code == 0
     assert shown.out == (
         "ncu --clock-control none --set full"
-        " --kernel-name 'regex:gdn_(forward|resident|early|four_group)'"
-        " --launch-skip 3 --launch-count 2 --csv -o chain_equal_ncu"
+        " --kernel-name 'regex:^gdn_'"
+        " --launch-skip 3 --launch-count 2 --csv -f -o chain_equal_ncu"
         " /opt/venv/bin/python run.py --case chain_equal --output-format csv\n"
     )
 
@@ -49,6 +52,29 @@ def test_more_arguments_environment_and_filter(capsys):
     assert capsys.readouterr().out.endswith(
         f"{sys.executable} run.py --case long_low_gva --output-format csv --version v1\n"
     )
+
+
+def test_the_filter_matches_every_kernel():
+    sources = "".join(path.read_text() for path in (ROOT / "kernel").rglob("*.py"))
+    names = re.findall(r"@T\.prim_func.*\n\s+def (\w+)", sources)
+    assert {"gdn_forward", "gdn_summary", "gdn_scan", "gdn_int8", "gdn_resident"} <= set(names)
+    kind, _, pattern = profile.KERNELS.partition(":")
+    assert kind == "regex"
+    assert [name for name in names if not re.search(pattern, f"{name}_kernel")] == []
+
+
+def test_the_help_says_how_to_pass_arguments_on(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "make profile-ncu ARGS='-- --version v7'" in " ".join(capsys.readouterr().out.split())
+
+
+def test_reports_are_not_committed():
+    names = ["a.ncu-rep", "b.nsys-rep", "c.sqlite"]
+    done = subprocess.run(["git", "check-ignore", *names], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 128:
+        pytest.skip("no repository here")
+    assert done.stdout.split() == names
 
 
 def test_a_missing_tool_is_named(capsys):

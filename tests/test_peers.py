@@ -430,6 +430,32 @@ def test_flashinfer_kernels_alone(monkeypatch, peer, crowded, case):
     assert calls == ["split" if split else "one"]
 
 
+@pytest.mark.parametrize(
+    "init, files, released, expected",
+    [
+        ('__version__ = "1.2"', {}, "unknown", "1.2"),
+        ('__version__ = "0.0.0+unknown"', {}, "1.3", "1.3"),
+        ("", {"_build_meta.py": '__version__ = "1.4"'}, "unknown", "1.4"),
+        ("", {"VERSION": "1.5\n"}, "unknown", "1.5"),
+        ("", {"version.txt": "1.6"}, "unknown", "1.6"),
+        ("raise RuntimeError('no GPU')", {"VERSION": "1.7"}, "unknown", "1.7"),
+        ("", {}, "unknown", "unknown"),
+    ],
+)
+def test_flashinfer_version_is_found(monkeypatch, tmp_path, init, files, released, expected):
+    folder = tmp_path / "flashinfer"
+    folder.mkdir()
+    for name, text in {"__init__.py": init, **files}.items():
+        (folder / name).write_text(text)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(common, "release", lambda _: released)
+    assert flashinfer.IMPLEMENTATIONS[0].version == expected
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
+        del sys.modules[name]
+
+
 def test_flashinfer_with_kernels_that_did_not_load(monkeypatch):
     install(monkeypatch, "flashinfer")
     install(monkeypatch, KERNELS, chunk_gated_delta_rule_sm90=None, cp_delta_rule_dsl_sm90=None)

@@ -8,9 +8,12 @@ The public function is called where the whole package is installed. Where only i
 (flashinfer.gdn_kernels.delta_rule_dsl) are, they are called as the public function calls them.
 """
 
+import contextlib
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 PACKAGE = "flashinfer"
 DISTRIBUTION = "flashinfer-python"
 RELEASE = "0.7.2.post1"
+# Also in what FlashInfer says of itself when it was not built: 0.0.0+unknown.
+UNKNOWN = "unknown"
 
 Split = Literal["auto"] | bool
 
@@ -61,10 +66,7 @@ class FlashInfer:
 
     @property
     def version(self) -> str:
-        found = common.release(DISTRIBUTION)
-        if found == "unknown":
-            return str(getattr(_optional("flashinfer._build_meta"), "__version__", found))
-        return found
+        return find_version()
 
     def unavailable(self) -> str | None:
         return common.unavailable(PACKAGE, f"{DISTRIBUTION}=={RELEASE}", _entry)
@@ -80,6 +82,32 @@ class FlashInfer:
             return output.view(B, T, Hv, -1), state.transpose(-1, -2)
 
         return full
+
+
+def find_version() -> str:
+    """FlashInfer's version, wherever its installation keeps it; "unknown" if nowhere.
+
+    Looked for in the module that is imported, the metadata, the generated _build_meta.py, and a
+    file VERSION or version.txt in the package, which stands in where its kernels were copied.
+    """
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None:
+        return UNKNOWN
+    folders = [Path(folder) for folder in found.submodule_search_locations or ()]
+    files = [folder / name for folder in folders for name in ("VERSION", "version.txt")]
+    sources = (
+        lambda: importlib.import_module(PACKAGE).__version__,
+        lambda: common.release(DISTRIBUTION),
+        lambda: importlib.import_module(f"{PACKAGE}._build_meta").__version__,
+        lambda: next(file for file in files if file.is_file()).read_text(encoding="utf-8"),
+    )
+    for source in sources:
+        # Whatever importing it raises, the next source may know.
+        with contextlib.suppress(Exception):
+            version = str(source()).strip()
+            if version and UNKNOWN not in version:
+                return version
+    return UNKNOWN
 
 
 def pack(problem: "Problem") -> Packed:
