@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from cases import Case, make_inputs
-from gdn_prefill import prepare, runtime
+from gdn_prefill import prepare, preprocess, runtime
+from gdn_prefill.kernels import preprocess_fused
+from gdn_prefill.kernels.preprocess import PreprocessConfig
 from gdn_prefill.runtime import Runtime
 from gdn_prefill.torch_backend import forward_torch
 
@@ -239,3 +241,29 @@ def test_bad_arguments_are_refused_warm_or_not(device, reuse):
         with pytest.raises(ValueError, match="block_dv is 7"):
             call(layer, tensors, reuse, block_dv=7)
         assert device.launches == launches
+
+
+def test_preparing_checks_once_a_layout_and_launches_every_time(device, monkeypatch):
+    layer, launched = Runtime(), []
+    monkeypatch.setattr(preprocess, "RUNTIME", layer)
+    monkeypatch.setattr(preprocess, "sm_count", lambda _: 132)
+    monkeypatch.setattr(runtime, "compile_launcher", lambda *_: lambda *call: launched.append(call))
+    inputs = make_inputs(CASE)
+    for _ in range(3):
+        g_cumsum, A = preprocess.prepare(inputs.k, inputs.g, inputs.beta)
+    assert (g_cumsum.shape, A.shape, A.dtype) == (inputs.g.shape, (1, 130, 2, 64), torch.bfloat16)
+    assert len(launched) == 3 and launched[-1][3] is g_cumsum and launched[-1][4] is A
+    assert len({call[4].data_ptr() for call in launched}) == 3
+    assert launched[-1][5] == preprocess_fused.grid(PreprocessConfig(1, 2), 1, 130, 132)
+    info = layer.info()
+    assert (info.compiles, info.layouts.misses, info.layouts.hits) == (1, 1, 2)
+    preprocess.prepare(*(x[:, :64].clone() for x in (inputs.k, inputs.g, inputs.beta)))
+    assert layer.info().compiles == 1 and layer.info().layouts.size == 2
+    for bad, message in (
+        ((inputs.k.float(), inputs.g, inputs.beta), "k has dtype"),
+        ((inputs.k, inputs.g, inputs.beta[:, :64]), "beta"),
+        ((inputs.k, 1.0, inputs.beta), "g is a float"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            preprocess.prepare(*bad)
+    assert len(launched) == 4

@@ -107,8 +107,8 @@ def prepare(k, g, beta, *, backend="auto"):
     chunk of l tokens the columns of A from l on are 0. Raises TypeError or ValueError for a wrong
     argument, by name.
     """
-    check_prepare(k, g, beta)
     if _backend(backend, k) == "torch":
+        check_prepare(k, g, beta)
         g_cumsum = cumsum_torch(g)
         return g_cumsum, solve_kkt_torch(k, g_cumsum, beta)
     from . import preprocess

@@ -1,10 +1,16 @@
-"""Launches of the preprocessing kernels on the current stream. Arguments are checked by api.py."""
+"""Launches of the preprocessing kernels on the current stream.
+
+api.py checks the arguments of chunk_gate_cumsum and solve_kkt.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .runtime import RUNTIME, sm_count
-from .validation import CHUNK
+from .runtime import RUNTIME, appearance, check_places, sm_count
+from .validation import CHUNK, check_prepare
 
 
 def chunk_gate_cumsum(g: Tensor) -> Tensor:
@@ -31,16 +37,40 @@ def solve_kkt(k: Tensor, g_cumsum: Tensor, beta: Tensor) -> Tensor:
     return A
 
 
+class PrepareLayout(NamedTuple):
+    """A checked layout of prepare's arguments: the compiled kernel and the CTAs to launch."""
+
+    launch: Callable
+    ctas: int
+
+
 def prepare(k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Both of the above from the raw gate g in one launch: (g_cumsum, A), fresh."""
+    """Both of the above from the raw gate g in one launch: (g_cumsum, A), fresh.
+
+    Checks its arguments itself, once for every layout.
+    """
+    tensors, device = (k, g, beta), k.get_device()
+    try:
+        key = ("prepare", device, appearance(tensors, None, None))
+    except AttributeError:  # something that is no tensor: the check names it
+        check_prepare(*tensors)
+        raise
+    layout = RUNTIME.layouts.get(key) or RUNTIME.layouts.put(key, _prepare_layout(*tensors))
+    check_places(("k", "g", "beta"), tensors, device)
+    with torch.cuda.device(device):
+        g_cumsum = torch.empty_like(g)
+        A = torch.empty((*g.shape, CHUNK), dtype=torch.bfloat16, device=k.device)
+        layout.launch(k, g, beta, g_cumsum, A, layout.ctas)
+    return g_cumsum, A
+
+
+def _prepare_layout(k: Tensor, g: Tensor, beta: Tensor) -> PrepareLayout:
     from .kernels.preprocess import PreprocessConfig
     from .kernels.preprocess_fused import PASS_CONFIGS, fused_preprocess_kernel, grid
 
-    batch, tokens, heads_v = g.shape
-    config = PreprocessConfig(k.shape[2], heads_v)
-    launch = RUNTIME.kernel(fused_preprocess_kernel, config, PASS_CONFIGS)
-    with torch.cuda.device(k.device):
-        g_cumsum = torch.empty_like(g)
-        A = torch.empty((*g.shape, CHUNK), dtype=torch.bfloat16, device=k.device)
-        launch(k, g, beta, g_cumsum, A, grid(config, batch, tokens, sm_count(k.device)))
-    return g_cumsum, A
+    shape = check_prepare(k, g, beta)
+    config = PreprocessConfig(shape.Hq, shape.Hv)
+    return PrepareLayout(
+        RUNTIME.kernel(fused_preprocess_kernel, config, PASS_CONFIGS),
+        grid(config, shape.B, shape.T, sm_count(k.device)),
+    )

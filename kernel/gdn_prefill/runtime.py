@@ -125,13 +125,7 @@ class Runtime:
         layout = self.layouts.get((device, look))
         if layout is None:
             layout = self.layouts.put((device, look), self._check_layout(tensors, scale, block_dv))
-        for name, tensor in zip(_NAMES, tensors, strict=False):
-            if name in _MAPPED:
-                check_address(name, tensor.data_ptr())
-            if tensor.get_device() != device:
-                raise ValueError(
-                    f"{name} is on {tensor.device}, q on {q.device}; they must be on one device"
-                )
+        check_places(_NAMES, tensors, device)
         with torch.cuda.device(device):
             if not reuse_outputs:
                 return self._launch(layout, tensors, _empty_outputs(layout))
@@ -282,6 +276,18 @@ def appearance(tensors, scale, block_dv) -> tuple:
         scale,
         block_dv,
     )
+
+
+def check_places(names, tensors, device: int) -> None:
+    """What a known layout leaves to check: all tensors on one device, aligned where they must be."""
+    for name, tensor in zip(names, tensors, strict=False):
+        if name in _MAPPED:
+            check_address(name, tensor.data_ptr())
+        if tensor.get_device() != device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, {names[0]} on {tensors[0].device}; "
+                "they must be on one device"
+            )
 
 
 def addresses(tensors) -> tuple[int, ...]:
