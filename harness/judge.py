@@ -33,6 +33,7 @@ from .device import why_untimed
 from .evaluate import Outcome, under_floor
 from .implementations import CORE
 from .problem import expected_values
+from .relay import Relay
 from .rotation import draw_signs, flipped_expectations
 from .timing import Plan, Protocol, percentile
 from .worker import ROOT, TIMEOUT_S, child_environment, describe_exit
@@ -220,6 +221,7 @@ class _Trial:
             [sys.executable, "-m", "harness.judge_child", str(child_reads), str(child_writes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             pass_fds=(child_reads, child_writes),
             cwd=ROOT,
             env=child_environment(device.type == "cpu"),
@@ -227,6 +229,7 @@ class _Trial:
         )
         os.close(child_reads)
         os.close(child_writes)
+        self._relay = Relay(self._process.stderr, f"{SUBMISSION}: ")
         self._channel = Channel(read_fd, write_fd, nonce)
         self._process.stdin.write(f"{nonce}\n".encode())
         self._process.stdin.close()
@@ -244,6 +247,7 @@ class _Trial:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._relay.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
 

@@ -203,6 +203,7 @@ def main() -> None:
     nonce = sys.stdin.readline().strip()
     del sys.argv[1:]
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout.reconfigure(line_buffering=True)
     _quiet_progress_bars()
     channel = Channel(read_fd, write_fd, nonce)
     gc.collect()

@@ -22,7 +22,7 @@ SUBMISSION = "tests/submissions/honest.py"
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
-    folder = str(Path(__file__).parent / "submissions")
+    folder = str(Path(__file__).parent)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(cli, "pick_device", lambda: torch.device("cpu"))
 

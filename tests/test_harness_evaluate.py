@@ -18,7 +18,7 @@ PLAN = Plan(warmup=1, repetitions=2)
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch):
-    folder = str(Path(__file__).parent / "submissions")
+    folder = str(Path(__file__).parent)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", folder)
 

@@ -11,7 +11,7 @@ from harness.implementations import Implementation, get
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "submissions"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
 def test_ours_by_name_and_alias():

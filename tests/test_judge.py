@@ -57,7 +57,7 @@ def assert_rejected(outcome, expected):
 
 def test_every_submission_has_an_expectation():
     files = {path.stem for path in SUBMISSIONS.glob("*.py")}
-    assert files == {*ON_A_GPU, *HONEST, "fakes"}
+    assert files == {*ON_A_GPU, *HONEST}
     assert len(EXPECTED) >= 8
 
 
@@ -111,6 +111,28 @@ def test_plain_failures_are_typed(tmp_path, body, status, reason):
 def test_a_hang_is_a_timeout(tmp_path):
     outcome = submit(tmp_path, f"import time\n{ENTRY}time.sleep(3600)\n", timeout_s=10)
     assert (outcome.status, outcome.reason) == (Status.TIMEOUT, "not done within 10 s")
+
+
+LOUD = """
+import os, subprocess, sys
+print("printed")
+print("no newline\\rPASS \\x1b[2K", file=sys.stderr)
+os.write(1, b"raw")
+os.write(2, bytes([10, 255, 10]))
+subprocess.run(["echo", "from a child"])
+subprocess.Popen(["sleep", "5"], start_new_session=True)
+"""
+
+
+def test_what_a_submission_prints_is_marked(tmp_path, capfd):
+    """Also where it leaves a process behind that holds its standard error open."""
+    assert submit(tmp_path, f"{LOUD}{ENTRY}raise ValueError('no')\n").status is ERROR
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert all(line.startswith("submission: ") for line in lines), printed.err
+    said = {line.removeprefix("submission: ") for line in lines}
+    assert {"printed", "no newline", "PASS \\x1b[2K", "raw", "\\xff", "from a child"} <= said
 
 
 def test_a_missing_file_is_an_error_of_the_caller(tmp_path):
