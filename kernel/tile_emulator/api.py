@@ -41,6 +41,8 @@ def emulate(
     the CTAs are spread over. timeline: report.timeline of the first CTA. Raises KernelFault (its
     .report holds everything found), UnsupportedOperation, TypeError / ValueError for arguments.
     """
+    if not isinstance(workers, int) or workers < 1:
+        raise ValueError(f"workers={workers!r}: a whole number >= 1 is needed")
     program = (
         prim_func if isinstance(prim_func, Program) else Program(prim_func, role_names=role_names)
     )
@@ -53,6 +55,8 @@ def emulate(
     if "race" in options.checks:
         program.track_outputs(launch)
     numbers = [n for n, block in enumerate(launch.blocks) if blocks is None or blocks(block)]
+    if not numbers:
+        raise ValueError(f"blocks: none of the launch's {len(launch.blocks)} CTAs would run")
     report = Report(schedule=schedule, roles=program.roles)
     if workers > 1 and len(numbers) > 1:
         from .pool import run_in_pool

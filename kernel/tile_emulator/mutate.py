@@ -23,6 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from .api import emulate
+from .arguments import Parser, check_schedules, existing, whole
 from .edits import ARRIVALS, WAITS, Edit
 from .errors import EmulatorError, KernelFault, UnsupportedOperation
 from .partition import roles_at
@@ -117,7 +118,7 @@ class Bench:
         return report, [as_array(x) for x in tensors if not np.isscalar(x)]
 
     def blocks(self, program: Program, tensors) -> list:
-        return program.bind(tensors).blocks[: self.ctas]
+        return self.target.blocks(program, tensors, self.ctas)
 
     def judge(self, mutant: Mutant) -> Verdict:
         """Raises UnsupportedOperation where the changed kernel cannot be run."""
@@ -147,7 +148,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 def read_reasons(path: Path | None) -> dict[str, str]:
     """mutant -> reason.  Raises ValueError for a row without one."""
-    if path is None or not path.exists():
+    if path is None:
         return {}
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -177,21 +178,27 @@ def table(bench: Bench, reasons: dict[str, str], progress: bool = True) -> Itera
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tile_emulator.mutate", description=__doc__)
+    parser = Parser(prog="python -m tile_emulator.mutate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, help="CSV file of mutants and verdicts")
-    parser.add_argument("--justified", type=Path, help="CSV file of mutant,reason for survivors")
-    parser.add_argument("--ctas", type=int, default=2, help="CTAs that are run (default 2)")
+    parser.add_argument("--justified", type=existing, help="CSV file of mutant,reason of survivors")
+    parser.add_argument("--ctas", type=whole(1), default=2, help="CTAs that are run (default 2)")
     parser.add_argument(
         "--schedules", help="joined by commas (default: five, then each role delayed and hurried)"
     )
     options = parser.parse_args(arguments)
-    target = load(options)
-    bench = Bench(target, options.ctas, options.schedules and options.schedules.split(","))
-    reasons = read_reasons(options.justified)
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        reasons = read_reasons(options.justified)
+        target = load(options)
+        chosen = options.schedules and options.schedules.split(",")
+        check_schedules("--schedules", chosen or (), target.program().roles)
+        bench = Bench(target, options.ctas, chosen)
+    except (OSError, ValueError, TypeError, EmulatorError) as error:
+        print(error, file=sys.stderr)
+        return 2
     rows = list(table(bench, reasons))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()

@@ -30,7 +30,7 @@ class Schedule:
             self.random = random.Random(f"{argument}/{salt}")
             self.favour = [self.random.random() for _ in units]
         elif self.kind in ("delay", "hurry"):
-            if argument.isdigit() and int(argument) < len(roles):
+            if argument.isdecimal() and int(argument) < len(roles):
                 self.special = int(argument)
             elif argument in units:
                 self.special = units.index(argument)

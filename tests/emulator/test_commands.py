@@ -175,5 +175,5 @@ def test_a_survivor_needs_a_reason(tmp_path, capsys):
     assert "reason not needed: drop other" in capsys.readouterr().out
     assert next(csv.DictReader(out.open()))["reason"] == "nothing is shared"
     reasons.write_text(f'mutant,reason\n"{name}",\n')
-    with pytest.raises(ValueError, match="a row needs a mutant and a reason"):
-        mutate([*command, "--justified", str(reasons)])
+    assert mutate([*command, "--justified", str(reasons)]) == 2
+    assert "a row needs a mutant and a reason" in capsys.readouterr().err
