@@ -279,7 +279,7 @@ def appearance(tensors, scale, block_dv) -> tuple:
 
 
 def check_places(names, tensors, device: int) -> None:
-    """What a known layout leaves to check: all tensors on one device, aligned where they must be."""
+    """What a known layout leaves to check: one device for all, and aligned addresses."""
     for name, tensor in zip(names, tensors, strict=False):
         if name in _MAPPED:
             check_address(name, tensor.data_ptr())
