@@ -38,7 +38,7 @@ class Emulation:
     """How kernels are emulated.
 
     check: groups of findings to look for, joined by commas; None leaves the detector off, which
-        takes two thirds of the time: bounds and deadlocks show even so.
+        saves about a third of the time: bounds and deadlocks show even so.
     workers: processes that the CTAs are spread over.
     steps: called as steps(done, total) after every CTA of a launch.
     """

@@ -47,8 +47,18 @@ def test_the_score_is_the_recorded_one(capsys):
     from harness import score
 
     assert score.main(["--recorded", "nvidia-h200"]) == 0
-    total = re.search(r"0\.6 public \+ 0\.4 hidden\s+([\d.]+)", capsys.readouterr().out)[1]
+    sheet = capsys.readouterr().out
+    total, core, full = (
+        re.search(label + r"[^\n]*?\s([\d.]+)x?$", sheet, flags=re.MULTILINE)[1]
+        for label in (
+            r"0\.6 public \+ 0\.4 hidden",
+            "core over the fastest",
+            "full over the fastest",
+        )
+    )
     assert f"{total} points" in README
+    assert f"{core} times as fast as FlashQLA's" in README
+    assert f"full forward {full} times as fast" in README
 
 
 def test_links_lead_somewhere():
