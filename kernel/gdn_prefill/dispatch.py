@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 HEAD_DIM = 128
-CHUNK = 64
 BACKENDS = ("auto", "cuda", "torch")
 HOPPER = (9, 0)
 

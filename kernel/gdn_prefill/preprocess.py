@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .runtime import RUNTIME, appearance, check_places, sm_count
-from .validation import CHUNK, check_prepare
+from .runtime import RUNTIME, appearance, sm_count
+from .validation import CHUNK, check_placement, check_prepare
 
 
 def chunk_gate_cumsum(g: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def prepare(k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         check_prepare(*tensors)
         raise
     layout = RUNTIME.layouts.get(key) or RUNTIME.layouts.put(key, _prepare_layout(*tensors))
-    check_places(("k", "g", "beta"), tensors, device)
+    check_placement(("k", "g", "beta"), tensors)
     with torch.cuda.device(device):
         g_cumsum = torch.empty_like(g)
         A = torch.empty((*g.shape, CHUNK), dtype=torch.bfloat16, device=k.device)

@@ -26,10 +26,11 @@ import torch
 from .caches import BoundedCache, CacheInfo
 from .dispatch import block_dv_for
 from .validation import (
+    FORWARD_ARGUMENTS,
     ForwardShape,
-    check_address,
     check_block_dv,
     check_forward,
+    check_placement,
     check_scale,
 )
 
@@ -111,11 +112,7 @@ class Runtime:
 
     def forward(self, q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv, reuse_outputs):
         """Run the kernel on the current stream; gdn_prefill_forward describes the arguments."""
-        tensors = (
-            (q, k, v, g_cumsum, beta, A)
-            if initial_state is None
-            else (q, k, v, g_cumsum, beta, A, initial_state)
-        )
+        tensors = _present(q, k, v, g_cumsum, beta, A, initial_state)
         device = q.get_device()
         try:
             look = appearance(tensors, scale, block_dv)
@@ -125,7 +122,7 @@ class Runtime:
         layout = self.layouts.get((device, look))
         if layout is None:
             layout = self.layouts.put((device, look), self._check_layout(tensors, scale, block_dv))
-        check_places(_NAMES, tensors, device)
+        check_placement(FORWARD_ARGUMENTS, tensors)
         with torch.cuda.device(device):
             if not reuse_outputs:
                 return self._launch(layout, tensors, _empty_outputs(layout))
@@ -162,11 +159,7 @@ class Runtime:
             stream, id(q), id(k), id(v), id(g_cumsum), id(beta), id(A), id(initial_state),
             scale, block_dv,
         )  # fmt: skip
-        tensors = (
-            (q, k, v, g_cumsum, beta, A)
-            if initial_state is None
-            else (q, k, v, g_cumsum, beta, A, initial_state)
-        )
+        tensors = _present(q, k, v, g_cumsum, beta, A, initial_state)
         try:
             places = addresses(tensors)
             guess = self._recent.get(identity)
@@ -211,7 +204,9 @@ class Runtime:
 
     @staticmethod
     def _launch(layout, tensors, buffers) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = tensors if len(tensors) == len(_NAMES) else (*tensors, layout.absent_state)
+        inputs = (
+            tensors if len(tensors) == len(FORWARD_ARGUMENTS) else (*tensors, layout.absent_state)
+        )
         layout.launch(*inputs, buffers.output, buffers.final_state, layout.scale)
         return buffers.output, buffers.final_state
 
@@ -223,7 +218,7 @@ class Runtime:
         device = tensors[0].device
         if block_dv is None:
             block_dv = block_dv_for(shape.B * shape.Hv, sm_count(device))
-        config = ForwardConfig(shape.Hq, shape.Hv, block_dv, len(tensors) == len(_NAMES))
+        config = ForwardConfig(shape.Hq, shape.Hv, block_dv, len(tensors) == len(FORWARD_ARGUMENTS))
         return Layout(
             shape,
             device,
@@ -266,6 +261,11 @@ class Runtime:
         )
 
 
+def _present(*tensors):
+    """The arguments without the last, the initial state, where it is None."""
+    return tensors[:-1] if tensors[-1] is None else tensors
+
+
 def appearance(tensors, scale, block_dv) -> tuple:
     """What a call looks like from outside, but for contents and addresses."""
     return (
@@ -278,26 +278,9 @@ def appearance(tensors, scale, block_dv) -> tuple:
     )
 
 
-def check_places(names, tensors, device: int) -> None:
-    """What a known layout leaves to check: one device for all, and aligned addresses."""
-    for name, tensor in zip(names, tensors, strict=False):
-        if name in _MAPPED:
-            check_address(name, tensor.data_ptr())
-        if tensor.get_device() != device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, {names[0]} on {tensors[0].device}; "
-                "they must be on one device"
-            )
-
-
 def addresses(tensors) -> tuple[int, ...]:
     """Device addresses; they tell devices apart too, as all of them share one address space."""
     return tuple([t.data_ptr() for t in tensors])
-
-
-# Read by wide or TMA accesses; the gate and beta are read element by element.
-_MAPPED = frozenset(("q", "k", "v", "A", "initial_state"))
-_NAMES = ("q", "k", "v", "g_cumsum", "beta", "A", "initial_state")
 
 
 @functools.cache

@@ -17,6 +17,9 @@ HEAD_DIM = 128
 CHUNK = 64
 BLOCK_DV = (32, 64, 128)
 TMA_ALIGNMENT = 16  # bytes; a tensor map's base address
+FORWARD_ARGUMENTS = ("q", "k", "v", "g_cumsum", "beta", "A", "initial_state")
+# Read by TMA or wide loads; the gate and beta are read element by element.
+ALIGNED = frozenset(("q", "k", "v", "A", "initial_state"))
 INT32_MAX = 2**31 - 1
 # Token indices are 32-bit and the last chunk's may run past T.
 MAX_TOKENS = INT32_MAX - CHUNK
@@ -85,12 +88,12 @@ def check_forward(
     _check_shape("beta", beta, (B, T, Hv), "[B, T, Hv]")
     _check_tensor("A", A, bf16)
     _check_shape("A", A, (B, T, Hv, CHUNK), f"[B, T, Hv, {CHUNK}]")
-    mapped = {"q": q, "k": k, "v": v, "A": A}
+    tensors = [q, k, v, g_cumsum, beta, A]
     if initial_state is not None:
         _check_tensor("initial_state", initial_state, fp32)
         _check_shape("initial_state", initial_state, shape.state, "[B, Hv, dk, dv]")
-        mapped["initial_state"] = initial_state
-    _check_placement(mapped, {"g_cumsum": g_cumsum, "beta": beta})
+        tensors.append(initial_state)
+    check_placement(FORWARD_ARGUMENTS, tensors)
     return shape
 
 
@@ -107,7 +110,7 @@ def check_prepare(k: Tensor, g: Tensor, beta: Tensor, gate_name: str = "g") -> F
     shape = _checked_shape(B, T, Hq, Hv)
     _check_tensor("beta", beta, torch.float32)
     _check_shape("beta", beta, (B, T, Hv), f"the shape of {gate_name}")
-    _check_placement({"k": k}, {gate_name: g, "beta": beta})
+    check_placement(("k", gate_name, "beta"), (k, g, beta))
     return shape
 
 
@@ -116,7 +119,6 @@ def check_gate(g: Tensor) -> None:
     _check_tensor("g", g, torch.float32)
     B, T, Hv = _sizes("g", g, ("B", "T", "Hv"))
     _checked_shape(B, T, Hv, Hv)
-    _check_placement({}, {"g": g})
 
 
 def check_scale(scale: float | None) -> float:
@@ -148,6 +150,22 @@ def check_address(name: str, address: int) -> None:
         raise ValueError(
             f"{name} starts at address {address:#x}; it must be a multiple of {TMA_ALIGNMENT} bytes"
         )
+
+
+def check_placement(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """One device for all; on a GPU, addresses aligned where they must be.
+
+    What is left to check of a layout that is known already. names may go on past the tensors.
+    """
+    device = tensors[0].device
+    for name, tensor in zip(names, tensors, strict=False):
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, {names[0]} on {device}; "
+                "all tensors must be on one device"
+            )
+        if name in ALIGNED and tensor.is_cuda:
+            check_address(name, tensor.data_ptr())
 
 
 def _check_tensor(name: str, value: object, dtype: torch.dtype) -> None:
@@ -202,17 +220,3 @@ def _checked_shape(B: int, T: int, Hq: int, Hv: int) -> ForwardShape:
     if B * Hv > MAX_STATES:
         raise ValueError(f"B*Hv={B * Hv} states; at most {MAX_STATES} are supported")
     return ForwardShape(B, T, Hq, Hv)
-
-
-def _check_placement(mapped: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-    """One device for all; on a GPU, what a tensor map describes (`mapped`) must be aligned."""
-    (first, reference), *rest = {**mapped, **plain}.items()
-    for name, tensor in rest:
-        if tensor.device != reference.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, {first} on {reference.device}; "
-                "all tensors must be on one device"
-            )
-    for name, tensor in mapped.items():
-        if tensor.is_cuda:
-            check_address(name, tensor.data_ptr())
