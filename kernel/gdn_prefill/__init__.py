@@ -12,11 +12,14 @@ _HOMES = {
     "block_dv_for": "dispatch",
     "cache_info": "api",
     "chunk_gate_cumsum": "api",
+    "chunk_gated_delta_rule": "operator",
     "clear": "api",
     "gdn_prefill_forward": "api",
+    "plan": "plans",
     "prepare": "api",
     "select_block_dv": "dispatch",
     "solve_kkt": "api",
+    "warmup": "variants",
 }
 __all__ = sorted(_HOMES)
 

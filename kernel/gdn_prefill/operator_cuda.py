@@ -1,0 +1,187 @@
+"""The operator on Hopper: the preprocessing launch, then the forward launch.
+
+Both grids come from shapes alone and nothing is copied to the host, so that a captured call may be
+replayed with other contents of every tensor, cu_seqlens and state_indices included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .operator_results import Results
+from .operator_validation import Operands, OperatorShape, Options
+from .validation import CHUNK
+
+NORMS = ("query_norm", "key_norm")
+# Shape and dtype of every temporary of a call, by name.
+Specification = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def launch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    initial_rows: Tensor | None,
+    output: Tensor,
+    final_state: Tensor | None,
+    final_rows: Tensor | None,
+    states: Tensor | None,
+    states_starts: Tensor | None,
+    *,
+    scale: float,
+    states_every: int,
+    states_before: bool,
+    state_v_first: bool,
+    batch_invariant: bool,
+) -> None:
+    """Stage 2: one walk over the chunks of every sequence and V head, on the current stream.
+
+    Args:
+        q, k, v: [B, T, Hq or Hv, 128], one dtype, bf16 or fp16.
+        gate, beta: [B, Hv, T] fp32 and A: [B, T, Hv, 64] as prepare_operator wrote them; the gate
+            is summed within the chunks of its sequence.
+        query_norm, key_norm: [B, Hq, T] fp32 factors of the rows of q and k, or None.
+        cu_seqlens: [N + 1] int32 or int64, or None: N = B sequences of T tokens.
+        initial_state: [rows, Hv, 128, 128] fp32, bf16 or fp16, rows apart by stride(0), or None.
+        initial_rows: [N] int32 or int64 row of each sequence, below 0 for zeros; None: row n.
+        output: [B, T, Hv, 128] like v.
+        final_state, final_rows: the same for what is written, below 0 writes nothing.
+        states: [rows, Hv, 128, 128] or None; states_starts: [N + 1] int64 or int32, each
+            sequence's first row there; rows past the end of `states` are dropped.
+        scale: factor of the output.
+        states_every, states_before: keep the state before the chunks that start at multiples of
+            this many tokens, in row start + i, or else after each full so many, in
+            row start + i - 1.
+        state_v_first: all states are [dv, dk].
+        batch_invariant: no choice may depend on the other sequences.
+
+    An empty sequence's state is copied, and left alone where both states are the same memory.
+    """
+    raise NotImplementedError(
+        "the Hopper kernel of the operator's forward pass is not in this build; "
+        "pass backend='torch'"
+    )
+
+
+def run_cuda(
+    x: Operands,
+    results: Results,
+    options: Options,
+    shape: OperatorShape,
+    workspace: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Fills the results of a checked call; without a workspace it comes from torch's allocator.
+
+    q, k and v that are neither contiguous nor views the kernels can read, g and beta that are not
+    contiguous and A_log and dt_bias that are not fp32 are copied first.
+    """
+    from .preprocess import prepare_operator
+
+    with torch.cuda.device(x.q.device):
+        x = readable(x)
+        if workspace is None:
+            workspace = new_workspace(workspaces(shape, options, x.q.dtype), x.q.device)
+        A, gate, beta = workspace["A"], workspace["gate"], workspace["beta"]
+        query_norm, key_norm = (workspace.get(name) for name in NORMS)
+        prepare_operator(
+            x.k,
+            x.g,
+            x.beta,
+            A,
+            gate,
+            beta,
+            q=x.q if options.use_qk_l2norm else None,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            gate_mode=options.gate,
+            A_log=x.A_log,
+            dt_bias=x.dt_bias,
+            beta_mode=beta_mode(options),
+            cu_seqlens=x.cu_seqlens,
+        )
+        launch_forward(
+            x.q,
+            x.k,
+            x.v,
+            gate,
+            beta,
+            A,
+            query_norm,
+            key_norm,
+            x.cu_seqlens,
+            x.initial_state,
+            x.state_indices if x.initial_state is not None else None,
+            results.output,
+            results.final_state,
+            x.state_indices if x.output_state is not None else None,
+            None if results.states is None else results.states.flatten(0, -4),
+            states_starts(x, options, shape),
+            scale=options.scale,
+            states_every=options.states_every,
+            states_before=options.output_h,
+            state_v_first=options.state_v_first,
+            batch_invariant=options.batch_invariant,
+        )
+
+
+def beta_mode(options: Options) -> str:
+    """What the preprocessing does to beta."""
+    if not options.use_beta_sigmoid:
+        return "plain"
+    return "twice_sigmoid" if options.allow_neg_eigval else "sigmoid"
+
+
+def readable(x: Operands) -> Operands:
+    """x with copies of what the kernels cannot read where it is; x itself in the usual case."""
+    copies = {
+        name: tensor.contiguous()
+        for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g), ("beta", x.beta))
+        if not tensor.is_contiguous()
+    }
+    copies |= {
+        name: tensor.to(torch.float32)
+        for name, tensor in (("A_log", x.A_log), ("dt_bias", x.dt_bias))
+        if tensor is not None and tensor.dtype != torch.float32
+    }
+    return x._replace(**copies) if copies else x
+
+
+def workspaces(shape: OperatorShape, options: Options, dtype: torch.dtype) -> Specification:
+    """The temporaries of a call; all are written before they are read."""
+    from .preprocess import operator_outputs
+
+    return operator_outputs(shape.B, shape.T, shape.Hq, shape.Hv, dtype, options.use_qk_l2norm)
+
+
+def new_workspace(specification: Specification, device: torch.device) -> dict[str, Tensor]:
+    """Uninitialised temporaries."""
+    return {
+        name: torch.empty(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in specification.items()
+    }
+
+
+def states_starts(x: Operands, options: Options, shape: OperatorShape) -> Tensor | None:
+    """First row of each sequence's kept states, [N + 1], on the device."""
+    if not options.states_every:
+        return None
+    if x.checkpoint_cu_starts is not None:
+        return x.checkpoint_cu_starts
+    if x.cu_seqlens is None:
+        chunks = shape.T / options.states_every
+        rows = math.ceil(chunks) if options.output_h else math.floor(chunks)
+        return torch.arange(shape.N + 1, device=x.q.device) * rows
+    starts = torch.zeros(shape.N + 1, dtype=torch.int64, device=x.q.device)
+    torch.cumsum((x.cu_seqlens.diff() + (CHUNK - 1)) // CHUNK, 0, out=starts[1:])
+    return starts
