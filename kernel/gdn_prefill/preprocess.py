@@ -1,16 +1,27 @@
 """Launches of the preprocessing kernels on the current stream.
 
-api.py checks the arguments of chunk_gate_cumsum and solve_kkt.
+api.py checks the arguments of chunk_gate_cumsum and solve_kkt. prepare_operator is stage one of the
+full operator, operator.py checks its arguments.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .runtime import RUNTIME, appearance, sm_count
 from .validation import CHUNK, check_placement, check_prepare
+
+if TYPE_CHECKING:
+    from .kernels.preprocess import OperatorPreprocessConfig
+
+HEAD_DIM = 128
+ALIGNMENT = 16  # bytes between rows that TMA and 16-byte accesses can reach
 
 
 def chunk_gate_cumsum(g: Tensor) -> Tensor:
@@ -74,3 +85,185 @@ def _prepare_layout(k: Tensor, g: Tensor, beta: Tensor) -> PrepareLayout:
         RUNTIME.kernel(fused_preprocess_kernel, config, PASS_CONFIGS),
         grid(config, shape.B, shape.T, sm_count(k.device)),
     )
+
+
+def prepare_operator(
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    gate: Tensor,
+    beta_out: Tensor,
+    *,
+    q: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    gate_mode: str = "log",
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    beta_mode: str = "plain",
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """Stage one of the operator: fills A, gate, beta_out and, given q, query_norm and key_norm.
+
+    k, q [B, T, Hq, 128] bf16 or fp16, contiguous or as ``strides_allowed`` says; g, beta [B, T, Hv]
+    fp32, bf16 or fp16; A_log, dt_bias [Hv] fp32, with gate_mode "raw"; cu_seqlens [N + 1] int32 or
+    int64 on the device, then B is 1. A [B, T, Hv, 64] of k's dtype; gate, beta_out [B, Hv, T] and
+    the norms [B, Hq, T] fp32. All but k and q contiguous.
+
+    gate_mode: g is "log", the logarithm of the decay, "linear", the decay, or "raw": the logarithm
+    is -exp(A_log) softplus(g + dt_bias). beta_mode: "plain", "sigmoid", "twice_sigmoid".
+
+    The arguments are taken as checked. Compiles on first use; otherwise one launch on the current
+    stream of the current device, without an allocation and without looking at any contents: a graph
+    may capture it and be replayed with other contents, cu_seqlens included. Rows from cu_seqlens's
+    last entry on are left alone.
+    """
+    from .kernels.preprocess_fused import PASS_CONFIGS, grid, operator_preprocess_kernel
+
+    config = operator_config(
+        k,
+        g,
+        beta,
+        q=q,
+        gate_mode=gate_mode,
+        dt_bias=dt_bias,
+        beta_mode=beta_mode,
+        cu_seqlens=cu_seqlens,
+    )
+    launch = RUNTIME.kernel(operator_preprocess_kernel, config, PASS_CONFIGS)
+    sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    ctas = grid(config, k.shape[0], k.shape[1], sm_count(k.device), sequences)
+    # the kernel has a place for every option's tensors and does not look at those it lacks
+    absent = gate.view(-1)[:1]
+    q, query_norm, key_norm, A_log, dt_bias, cu_seqlens = (
+        absent if tensor is None else tensor
+        for tensor in (q, query_norm, key_norm, A_log, dt_bias, cu_seqlens)
+    )
+    launch(q, k, g, beta, A_log, dt_bias, cu_seqlens, A, gate, beta_out, query_norm, key_norm, ctas)
+
+
+def operator_config(
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    q: Tensor | None = None,
+    gate_mode: str = "log",
+    dt_bias: Tensor | None = None,
+    beta_mode: str = "plain",
+    cu_seqlens: Tensor | None = None,
+) -> OperatorPreprocessConfig:
+    """The specialisation that serves such a call of ``prepare_operator``."""
+    from .kernels.preprocess import OperatorPreprocessConfig
+
+    return OperatorPreprocessConfig(
+        heads_q=k.shape[2],
+        heads_v=g.shape[2],
+        dtype=_name(k.dtype),
+        gate=gate_mode,
+        gate_dtype=_name(g.dtype),
+        dt_bias=dt_bias is not None,
+        beta=beta_mode,
+        beta_dtype=_name(beta.dtype),
+        l2norm=q is not None,
+        cu_seqlens=None if cu_seqlens is None else _name(cu_seqlens.dtype),
+        strided=not (k.is_contiguous() and (q is None or q.is_contiguous())),
+    )
+
+
+def operator_configs(
+    heads_q: int,
+    heads_v: int,
+    *,
+    dtypes: Sequence[str] = ("bfloat16",),
+    gates: Sequence[str] = ("log",),
+    gate_dtypes: Sequence[str] = ("float32",),
+    dt_bias: Sequence[bool] = (False,),
+    betas: Sequence[str] = ("plain",),
+    beta_dtypes: Sequence[str] = ("float32",),
+    l2norm: Sequence[bool] = (False,),
+    cu_seqlens: Sequence[str | None] = (None,),
+    strided: Sequence[bool] = (False,),
+) -> tuple[OperatorPreprocessConfig, ...]:
+    """The specialisations of some heads for every combination of these options, none twice.
+
+    One is compiled for each; sizes are run-time arguments. Only a raw gate has a bias.
+    """
+    from .kernels.preprocess import OperatorPreprocessConfig
+
+    combinations = itertools.product(
+        dtypes, gates, gate_dtypes, dt_bias, betas, beta_dtypes, l2norm, cu_seqlens, strided
+    )
+    return tuple(
+        dict.fromkeys(
+            OperatorPreprocessConfig(
+                heads_q,
+                heads_v,
+                dtype=dtype,
+                gate=gate,
+                gate_dtype=gate_dtype,
+                dt_bias=bias and gate == "raw",
+                beta=beta,
+                beta_dtype=beta_dtype,
+                l2norm=norms,
+                cu_seqlens=boundaries,
+                strided=views,
+            )
+            for dtype, gate, gate_dtype, bias, beta, beta_dtype, norms, boundaries, views in (
+                combinations
+            )
+        )
+    )
+
+
+def operator_outputs(
+    B: int, T: int, Hq: int, Hv: int, dtype: torch.dtype = torch.bfloat16, l2norm: bool = False
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of everything that ``prepare_operator`` writes, by its parameter's name."""
+    outputs = {
+        "A": ((B, T, Hv, CHUNK), dtype),
+        "gate": ((B, Hv, T), torch.float32),
+        "beta_out": ((B, Hv, T), torch.float32),
+    }
+    if l2norm:
+        outputs |= {
+            "query_norm": ((B, Hq, T), torch.float32),
+            "key_norm": ((B, Hq, T), torch.float32),
+        }
+    return outputs
+
+
+def operator_bytes(
+    B: int, T: int, Hq: int, Hv: int, dtype: torch.dtype = torch.bfloat16, l2norm: bool = False
+) -> int:
+    """Bytes of everything that ``prepare_operator`` writes."""
+    outputs = operator_outputs(B, T, Hq, Hv, dtype, l2norm).values()
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in outputs)
+
+
+def strides_allowed(x: Tensor) -> bool:
+    """Can ``prepare_operator`` read this q or k [B, T, Hq, 128] as it lies?
+
+    Contiguous, or a view of a wider projection [B, T, W]: vectors and heads side by side, rows of
+    the batch T tokens apart, and every token's data aligned to 16 bytes.
+    """
+    if x.data_ptr() % ALIGNMENT:
+        return False
+    if x.is_contiguous():
+        return True
+    B, T, heads, _ = x.shape
+    row, token, head, element = x.stride()
+    return (
+        element == 1
+        and head == HEAD_DIM
+        and T > 1  # the stride of a single token may be anything
+        and token >= heads * HEAD_DIM
+        and token * x.element_size() % ALIGNMENT == 0
+        and (row == T * token or B == 1)
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    """TileLang's name of a dtype."""
+    return str(dtype).removeprefix("torch.")

@@ -77,7 +77,8 @@ class HostKernel:
             elif isinstance(arguments[name], torch.Tensor):
                 converted.append(ctypes.c_void_p(arguments[name].data_ptr()))
             else:
-                converted.append(ctypes.c_int(arguments[name]))
+                integer = ctypes.c_int64 if parameter.startswith("int64_t") else ctypes.c_int
+                converted.append(integer(arguments[name]))
         self.library.launch(blocks, self.threads, seed, *converted)
 
     def _translation_unit(self, source: str) -> str:

@@ -89,6 +89,9 @@ struct alignas(16) uint4 { uint x, y, z, w; };
 struct __nv_bfloat162 { bfloat16_t x, y; };
 struct half2 { half_t x, y; };
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static uint4 make_uint4(uint x, uint y, uint z, uint w) { return {x, y, z, w}; }
+static uint __pack_nv_bfloat162(bfloat16_t x, bfloat16_t y) { return x.raw | uint(y.raw) << 16; }
+static uint __pack_half2(half_t x, half_t y) { return x.raw | uint(y.raw) << 16; }
 static __nv_bfloat162 __float22bfloat162_rn(float2 v) { return {v.x, v.y}; }
 static half2 __float22half2_rn(float2 v) { return {v.x, v.y}; }
 using std::max;
@@ -158,22 +161,26 @@ static void collective(Argument& argument, const std::function<void(Argument**)>
   warp_meetings[warp].join(WARP);
 }
 
-struct Shuffle { float value; int source; float result; };
-static float shuffle(float value, int source) {
-  Shuffle mine{value, source, 0};
-  collective<Shuffle>(mine, [](Shuffle** all) {
+template <class T> struct Shuffle { T value; int source; T result; };
+template <class T> static T shuffle(T value, int source) {
+  Shuffle<T> mine{value, source, 0};
+  collective<Shuffle<T>>(mine, [](Shuffle<T>** all) {
     for (int lane = 0; lane < WARP; ++lane) all[lane]->result = all[all[lane]->source]->value;
   });
   return mine.result;
 }
-static float __shfl_sync(uint, float value, int source, int width) {
+template <class T> static T __shfl_sync(uint, T value, int source, int width) {
   int lane = threadIdx.x % WARP;
   return shuffle(value, lane / width * width + source % width);
 }
-static float __shfl_up_sync(uint, float value, int distance, int width) {
+template <class T> static T __shfl_up_sync(uint, T value, int distance, int width) {
   int lane = threadIdx.x % WARP;
   return shuffle(value, lane % width < distance ? lane : lane - distance);
 }
+template <class T> static T __shfl_xor_sync(uint, T value, int mask, int) {
+  return shuffle(value, threadIdx.x % WARP ^ mask);
+}
+static float rsqrtf(float x) { return 1 / std::sqrt(x); }
 
 // ---- mbarriers
 

@@ -14,7 +14,7 @@ The gates enter as exp(min(g_i - g_j, 0)) only, which never overflows whatever k
 carry beta = 0, hence rows of the identity, and are not stored: columns past T are 0 by themselves.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import tilelang
 import tilelang.language as T
@@ -41,6 +41,17 @@ SEGMENTS = 8  # a column of 64 gates is summed in this many pieces at a time
 SEGMENT = CHUNK // SEGMENTS
 MIN_HEAD_TILE = THREADS // SEGMENTS
 MAX_HEAD_TILE = 64
+
+FLOATS = ("float32", "bfloat16", "float16")
+ALLOWED = {
+    "dtype": ("bfloat16", "float16"),
+    "gate": ("log", "linear", "raw"),
+    "gate_dtype": FLOATS,
+    "beta": ("plain", "sigmoid", "twice_sigmoid"),
+    "beta_dtype": FLOATS,
+    "cu_seqlens": (None, "int32", "int64"),
+    "layout": ("time", "token"),
+}
 
 # All threads of a CTA do the same here, so TileLang's automatic synchronisation is wanted.
 PASS_CONFIGS = {tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True}
@@ -71,6 +82,58 @@ class PreprocessConfig:
         while tile < min(self.heads_v, MAX_HEAD_TILE):
             tile *= 2
         return tile
+
+
+@dataclass(frozen=True)
+class OperatorPreprocessConfig(PreprocessConfig):
+    """The preprocessing of the full operator: what its one kernel is specialised on.
+
+    gate        what g holds: "log" the natural logarithm of the decay; "linear" the decay, 0 to 1;
+                "raw" the decay's logarithm is -exp(A_log) softplus(g + dt_bias)
+    dt_bias     with "raw": is there a dt_bias
+    beta        "plain" as given, "sigmoid", "twice_sigmoid" (from 0 to 2)
+    l2norm      keys enter as k key_norm, and the norms 1 / sqrt(sum x^2 + 1e-6) of q and k are
+                written
+    cu_seqlens  its dtype: the sequences lie one after another in a batch of one; None: every row of
+                the batch is a sequence
+    strided     q and k may be views with a token stride of their own
+    layout      "time": gate, beta and norms are written [B, H, T]; "token": [B, T, H]
+    dtype, gate_dtype, beta_dtype   of q, k and A, of g, of beta
+    """
+
+    dtype: str = "bfloat16"
+    gate: str = "log"
+    gate_dtype: str = "float32"
+    dt_bias: bool = False
+    beta: str = "plain"
+    beta_dtype: str = "float32"
+    l2norm: bool = False
+    cu_seqlens: str | None = None
+    strided: bool = False
+    layout: str = "time"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, allowed in ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {allowed}")
+        if self.dt_bias and self.gate != "raw":
+            raise ValueError(f"dt_bias=True with gate={self.gate!r}: only a raw gate has a bias")
+
+    @property
+    def packed(self) -> bool:
+        """Are the sequences packed into one row?"""
+        return self.cu_seqlens is not None
+
+    @property
+    def name(self) -> str:
+        """Unique among configurations, for lists and reports."""
+        parts = [f"operator_preprocess_hq{self.heads_q}_hv{self.heads_v}"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("heads_q", "heads_v") and value != field.default:
+                parts.append(field.name if value is True else f"{field.name}_{value}")
+        return "_".join(parts)
 
 
 def cumsum_kernel(config: PreprocessConfig):

@@ -29,11 +29,19 @@ import tilelang
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout, make_linear_layout
 
-from .preprocess import CHUNK, FORGETS, FORGOTTEN, HEAD_DIM, LOG2_E, PreprocessConfig
+from .preprocess import (
+    CHUNK,
+    FORGETS,
+    FORGOTTEN,
+    HEAD_DIM,
+    LOG2_E,
+    THREADS,
+    OperatorPreprocessConfig,
+    PreprocessConfig,
+)
+from .preprocess_packed import WARP, find, share_sequences
 
-WARP = 32
-SLOTS = 4  # V heads of an item, one a warp
-THREADS = SLOTS * WARP
+SLOTS = THREADS // WARP  # V heads of an item, one a warp
 
 BLOCK = 16
 BLOCKS = CHUNK // BLOCK
@@ -47,6 +55,17 @@ FRAGMENT = BLOCK * BLOCK // WARP  # elements of a 16x16 block that a lane holds
 GRAM_STRIDE = BLOCK * BLOCK + 4  # fp32 diagonal blocks, apart by 4 banks
 
 OPERAND = "float16"
+
+# What the gate and beta of a token past the end are read as: no decay, and beta 0.
+ABSENT_GATE = {"log": 0.0, "linear": 1.0, "raw": -1.0e4}
+ABSENT_BETA = {"plain": 0.0, "sigmoid": -1.0e4, "twice_sigmoid": -1.0e4}
+
+L2_EPSILON = 1.0e-6
+VECTOR = 8  # 16-bit elements of one access
+QUERY_LANES = 4  # threads that square a row of q together
+QUERY_ROWS = THREADS // QUERY_LANES  # rows at a time
+QUERY_LAPS = CHUNK // QUERY_ROWS
+QUERY_PIECES = HEAD_DIM // (QUERY_LANES * VECTOR)
 
 # Warps and the two block-wide syncs order the shared memory; reuse of it would need more of them.
 PASS_CONFIGS = {
@@ -81,10 +100,16 @@ def blocks_per_sm(config: PreprocessConfig) -> int:
     return 3 if key_tiles(config) == 1 else 2
 
 
-def grid(config: PreprocessConfig, batch: int, tokens: int, sm_count: int) -> int:
-    """CTAs to launch: all items at once, or what the device holds at a time."""
-    items = batch * -(-tokens // CHUNK) * head_groups(config.heads_v)
-    return min(items, sm_count * blocks_per_sm(config))
+def grid(
+    config: PreprocessConfig, batch: int, tokens: int, sm_count: int, sequences: int | None = None
+) -> int:
+    """CTAs to launch: all items at once, or what the device holds at a time.
+
+    sequences: of a packed batch; the items are then as many as that number of sequences with that
+    many tokens could have.
+    """
+    chunks = batch * -(-tokens // CHUNK) if sequences is None else tokens // CHUNK + sequences
+    return min(chunks * head_groups(config.heads_v), sm_count * blocks_per_sm(config))
 
 
 def below(i: int, j: int) -> int:
@@ -93,20 +118,43 @@ def below(i: int, j: int) -> int:
 
 
 @T.macro
-def locate(item, groups, chunks, place):
-    """place = (row of the batch, first token, group of V heads) of an item."""
+def locate(config, item, groups, chunks, found, slot, place):
+    """place = (row of the batch, first token, group of V heads) of an item.
+
+    Of packed items the end of the sequence instead of the row: found holds (first token, end) in
+    two slots. A dense batch has none, its sequences all end with the tokens.
+    """
     chunk = T.truncdiv(item, groups)
-    place[0] = T.truncdiv(chunk, chunks)
-    place[1] = (chunk - place[0] * chunks) * CHUNK
+    if config.packed:
+        place[1] = found[slot, 0]
+        place[0] = found[slot, 1]
+    else:
+        place[0] = T.truncdiv(chunk, chunks)
+        place[1] = (chunk - place[0] * chunks) * CHUNK
     place[2] = item - chunk * groups
+
+
+def at(config, place, tokens) -> SimpleNamespace:
+    """The scalars of a place by name."""
+    return SimpleNamespace(
+        row=0 if config.packed else place[0],
+        first=place[1],
+        group=place[2],
+        end=place[0] if config.packed else tokens,
+    )
+
+
+def exists(config, head):
+    """Is this a V head at all: an item may have fewer than it has warps."""
+    return True if config.heads_v % SLOTS == 0 else head < config.heads_v
 
 
 @T.macro
 def fetch_keys(config, k, tiles, k_loaded, place, tile, stage):
     """Start loading the keys of the tile-th q/k head of an item."""
-    head = T.truncdiv(place[2] * SLOTS, config.group) + tile
+    head = T.truncdiv(place.group * SLOTS, config.group) + tile
     T.tma_copy(
-        k[place[0], place[1] : place[1] + CHUNK, head, 0:HEAD_DIM],
+        k[place.row, place.first : place.first + CHUNK, head, 0:HEAD_DIM],
         tiles.k[stage, :, :],
         barrier=k_loaded[stage],
     )
@@ -114,27 +162,73 @@ def fetch_keys(config, k, tiles, k_loaded, place, tile, stage):
 
 
 @T.macro
-def fetch_gates(config, g, beta, tokens, place, warp, lane, gates):
-    """gates = (log decay, beta) of this lane's tokens; zeros past the end."""
-    head = place[2] * SLOTS + warp
-    first = place[1] + lane * TOKENS
-    for v in T.unroll(TOKENS):
-        gates[v] = 0.0
-        gates[TOKENS + v] = 0.0
-        if first + v < tokens and (config.heads_v % SLOTS == 0 or head < config.heads_v):
-            gates[v] = g[place[0], first + v, head]
-            gates[TOKENS + v] = beta[place[0], first + v, head]
+def drop_neighbours(place, tiles, stage):
+    """Zero the keys of the next sequence that came along with a tail."""
+    if place.end - place.first < CHUNK:
+        for i, j in T.Parallel(CHUNK, HEAD_DIM):
+            if i >= place.end - place.first:
+                tiles.k[stage, i, j] = 0
+        T.fence_proxy_async()
+        T.sync_threads()
 
 
 @T.macro
-def scan_gates(tiles, warp, lane, parity, gates, scan, span_decay):
+def fetch_gates(config, inputs, place, warp, lane, raw):
+    """raw = gate and beta of this lane's tokens, as they are given."""
+    head = place.group * SLOTS + warp
+    first = place.first + lane * TOKENS
+    for v in T.unroll(TOKENS):
+        raw.g[v] = ABSENT_GATE[config.gate]
+        raw.beta[v] = ABSENT_BETA[config.beta]
+        if first + v < place.end and exists(config, head):
+            raw.g[v] = inputs.g[place.row, first + v, head]
+            raw.beta[v] = inputs.beta[place.row, first + v, head]
+    if config.gate == "raw":
+        raw.A_log[0] = 0.0
+        raw.dt_bias[0] = 0.0
+        if exists(config, head):
+            raw.A_log[0] = inputs.A_log[head]
+            if config.dt_bias:
+                raw.dt_bias[0] = inputs.dt_bias[head]
+
+
+@T.macro
+def activate(config, raw, gates):
+    """gates = (log decay, beta) of this lane's tokens."""
+    for v in T.unroll(TOKENS):
+        if config.gate == "log":
+            gates[v] = T.cast(raw.g[v], "float32")
+        elif config.gate == "linear":
+            # fast math's logarithm has no digits left near 1, where decays are
+            gates[v] = T.if_then_else(
+                T.cast(raw.g[v], "float32") > 0.5,
+                T.log1p(T.cast(raw.g[v], "float32") - 1.0),
+                T.log(T.cast(raw.g[v], "float32")),
+            )
+        else:
+            # -exp(A_log) softplus(x), softplus(x) = max(x, 0) + log(1 + exp(-|x|))
+            gates[v] = T.cast(raw.g[v], "float32") + raw.dt_bias[0]
+            gates[v] = -T.exp2(raw.A_log[0] * LOG2_E) * (
+                T.max(gates[v], 0.0) + T.log1p(T.exp2(-T.abs(gates[v]) * LOG2_E))
+            )
+        gates[v] = T.if_then_else(gates[v] < FORGETS, FORGOTTEN, gates[v])
+        if config.beta == "plain":
+            gates[TOKENS + v] = T.cast(raw.beta[v], "float32")
+        else:
+            gates[TOKENS + v] = (2.0 if config.beta == "twice_sigmoid" else 1.0) / (
+                1.0 + T.exp2(-T.cast(raw.beta[v], "float32") * LOG2_E)
+            )
+
+
+@T.macro
+def scan_gates(tiles, warp, lane, gates, scan, span_decay):
     """Sums of one head's gate, and the factors that carry it into the blocks.
+
+    Leaves the sums in the first TOKENS of scan.
 
     Lanes of a block scan it by themselves; the ends of the blocks before are added afterwards.
     """
     token = warp * CHUNK + lane * TOKENS
-    for v in T.unroll(TOKENS):
-        gates[v] = T.if_then_else(gates[v] < FORGETS, FORGOTTEN, gates[v])
     # scan = (sum up to and with this lane, shuffled), then the sums of its two tokens in the block
     scan[0] = gates[0] + gates[1]
     for distance in (1, 2, 4):
@@ -155,11 +249,91 @@ def scan_gates(tiles, warp, lane, parity, gates, scan, span_decay):
         if p > 0:
             span_decay[p] = T.exp2(scan[4] * LOG2_E)
     for v in T.unroll(TOKENS):
-        tiles.sums[parity, token + v] = scan[3] + scan[v]
         tiles.beta[token + v] = gates[TOKENS + v]
         tiles.decay[token + v] = T.exp2(gates[v] * LOG2_E)
         tiles.row_factor[token + v] = T.exp2(scan[v] * LOG2_E) * gates[TOKENS + v]
         tiles.column_factor[token + v] = T.exp2((scan[2] - scan[v]) * LOG2_E)
+        scan[v] = scan[3] + scan[v]
+
+
+def owns(config, place, head):
+    """Is the first V head of this q/k head in the item: then the item writes the head's norms."""
+    slot = head * config.group - place.group * SLOTS
+    return T.And(T.And(slot >= 0, slot < SLOTS), head < config.heads_q)
+
+
+@T.macro
+def share_squares(tiles, gram_fragment, tile):
+    """The diagonal of K K^T, what the norms of the keys are made of."""
+    for i, j in T.Parallel(CHUNK, CHUNK):
+        if i == j:
+            tiles.squares[tile, i] = gram_fragment[i, j]
+
+
+@T.macro
+def normalise_gram(tiles, gram_fragment, tile):
+    """K K^T of keys of unit length: at most 1, whatever the keys were."""
+    for i, j in T.Parallel(CHUNK, CHUNK):
+        gram_fragment[i, j] = gram_fragment[i, j] * (
+            T.rsqrt(tiles.squares[tile, i] + L2_EPSILON)
+            * T.rsqrt(tiles.squares[tile, j] + L2_EPSILON)
+        )
+
+
+@T.macro
+def store_norm(config, norms, place, head, token, square):
+    """norms at a token of a q/k head = 1 / sqrt(square + 1e-6)."""
+    if config.layout == "time":
+        norms[place.row, head, token] = T.rsqrt(square + L2_EPSILON)
+    else:
+        norms[place.row, token, head] = T.rsqrt(square + L2_EPSILON)
+
+
+@T.macro
+def store_key_norms(config, outputs, place, thread, tiles, tile):
+    """A thread a token of the tile-th q/k head of an item."""
+    head = T.truncdiv(place.group * SLOTS, config.group) + tile
+    token = place.first + thread
+    if thread < CHUNK and token < place.end and owns(config, place, head):
+        store_norm(config, outputs.key_norm, place, head, token, tiles.squares[tile, thread])
+
+
+@T.macro
+def store_query_norms(config, inputs, outputs, place, thread, tile, query):
+    """Square the queries of the tile-th q/k head of an item, four threads a row.
+
+    query: elements, all loaded before the first is used; square: the thread's part of a row.
+    """
+    head = T.truncdiv(place.group * SLOTS, config.group) + tile
+    part = thread % QUERY_LANES
+    row = place.first + thread // QUERY_LANES
+    if owns(config, place, head):
+        for lap in tuple(range(QUERY_LAPS)):
+            for piece in tuple(range(QUERY_PIECES)):
+                for v in T.vectorized(VECTOR):
+                    query.elements[(lap * QUERY_PIECES + piece) * VECTOR + v] = inputs.q[
+                        place.row,
+                        T.min(row + lap * QUERY_ROWS, place.end - 1),
+                        head,
+                        (piece * QUERY_LANES + part) * VECTOR + v,
+                    ]
+        for lap in tuple(range(QUERY_LAPS)):
+            query.square[0] = 0.0
+            for e in T.unroll(QUERY_PIECES * VECTOR):
+                query.square[0] += T.cast(
+                    query.elements[lap * QUERY_PIECES * VECTOR + e], "float32"
+                ) * T.cast(query.elements[lap * QUERY_PIECES * VECTOR + e], "float32")
+            for distance in (1, 2):
+                query.square[0] = query.square[0] + T.shfl_xor(query.square[0], distance)
+            if part == 0 and row + lap * QUERY_ROWS < place.end:
+                store_norm(
+                    config,
+                    outputs.query_norm,
+                    place,
+                    head,
+                    row + lap * QUERY_ROWS,
+                    query.square[0],
+                )
 
 
 @T.macro
@@ -183,25 +357,46 @@ def share_gram(tiles, gram_fragment, gram_half_fragment, tile):
 
 
 @T.macro
-def store_sums(config, g_cumsum, tokens, place, thread, tiles, parity, pair):
+def store_gates(config, outputs, place, warp, lane, gates, sums):
+    """The sums and beta of this lane's tokens."""
+    head = place.group * SLOTS + warp
+    first = place.first + lane * TOKENS
+    for v in T.unroll(TOKENS):
+        if first + v < place.end and exists(config, head):
+            if config.layout == "time":
+                outputs.gate[place.row, head, first + v] = sums[v]
+                outputs.beta[place.row, head, first + v] = gates[TOKENS + v]
+            else:
+                outputs.gate[place.row, first + v, head] = sums[v]
+                outputs.beta[place.row, first + v, head] = gates[TOKENS + v]
+
+
+@T.macro
+def share_sums(tiles, warp, lane, parity, sums):
+    for v in T.unroll(TOKENS):
+        tiles.sums[parity, warp * CHUNK + lane * TOKENS + v] = sums[v]
+
+
+@T.macro
+def store_sums(config, g_cumsum, place, thread, tiles, parity, pair):
     """The sums of the four heads, tokens side by side: a thread a token and two heads."""
-    token = place[1] + thread // 2
+    token = place.first + thread // 2
     slot = thread % 2 * 2
-    if token < tokens:
+    if token < place.end:
         for v in T.unroll(2):
             pair[v] = tiles.sums[parity, (slot + v) * CHUNK + thread // 2]
         # the head written out: bound to a name, TileLang would not see that it is even
         if config.heads_v % SLOTS == 0:
             for v in T.vectorized(2):
-                g_cumsum[place[0], token, place[2] * SLOTS + slot + v] = pair[v]
+                g_cumsum[place.row, token, place.group * SLOTS + slot + v] = pair[v]
         else:
             for v in T.unroll(2):
-                if place[2] * SLOTS + slot + v < config.heads_v:
-                    g_cumsum[place[0], token, place[2] * SLOTS + slot + v] = pair[v]
+                if place.group * SLOTS + slot + v < config.heads_v:
+                    g_cumsum[place.row, token, place.group * SLOTS + slot + v] = pair[v]
 
 
 @T.macro
-def solve_diagonal(tiles, warp, lane, tile, regs):
+def solve_diagonal(config, tiles, warp, lane, tile, regs):
     """T_pp row after row: T[i] = e_i - beta_i sum_j<i G_ij exp(g_i - g_j) T[j].
 
     Writes T_pp to A's tile, and -T_pp and U_pp by columns into blocks of that tile which are still
@@ -240,7 +435,7 @@ def solve_diagonal(tiles, warp, lane, tile, regs):
                     half * HALF + i > column + u, regs.ratio[u] * regs.decay[half * HALF + i], 1.0
                 )
                 regs.gated[u * HALF + i] = regs.solved[u * BLOCK + half * HALF + i] * regs.ratio[u]
-                regs.out[u] = T.cast(regs.gated[u * HALF + i], "bfloat16")
+                regs.out[u] = T.cast(regs.gated[u * HALF + i], config.dtype)
             for u in T.vectorized(COLUMNS):
                 tiles.a[top + half * HALF + i, p * BLOCK + column + u] = regs.out[u]
         if half == 0:
@@ -288,7 +483,7 @@ def multiply(left, left_offset, right, right_offset, sums, sums_offset):
 
 
 @T.macro
-def merge_blocks(tiles, warp, lane, tile, span_decay, regs):
+def merge_blocks(config, tiles, warp, lane, tile, span_decay, regs):
     """T_ij for all i > j, diagonal after diagonal, from T_jj, U_ii and G."""
     top = warp * CHUNK
     by_row = lane // 8 % 2 * 8 + lane % 8
@@ -376,7 +571,7 @@ def merge_blocks(tiles, warp, lane, tile, span_decay, regs):
     T.sync_warp()
     for i, j in LOWER:
         for e in T.unroll(FRAGMENT):
-            regs.row[e] = T.cast(regs.t[below(i, j) + e], "bfloat16")
+            regs.row[e] = T.cast(regs.t[below(i, j) + e], config.dtype)
         store_block(tiles.a, top + i * BLOCK + by_row, j * BLOCK + by_row_column, regs.row_words)
 
 
@@ -394,6 +589,229 @@ def store_block(tiles_a, row, column, words):
     )
 
 
+@T.macro
+def store_tail(config, A, tiles, place, warp, lane):
+    """The valid rows of this warp's head only: the rows after them are another sequence's."""
+    head = place.group * SLOTS + warp
+    lanes = CHUNK // VECTOR
+    for lap in T.serial(CHUNK * lanes // WARP):
+        row = lap * (WARP // lanes) + lane // lanes
+        if place.first + row < place.end and exists(config, head):
+            for v in T.vectorized(VECTOR):
+                A[place.row, place.first + row, head, lane % lanes * VECTOR + v] = tiles.a[
+                    warp * CHUNK + row, lane % lanes * VECTOR + v
+                ]
+
+
+@T.macro
+def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, ctas):
+    """All items of a CTA.
+
+    inputs: q, k, g, beta, A_log, dt_bias, cu_seqlens; outputs: A and gate, beta, query_norm,
+    key_norm, or sums alone: the gate's sums token by token as the lab's entry wants them.
+    """
+    heads_v, group = config.heads_v, config.group
+    groups = head_groups(heads_v)
+    key_count = key_tiles(config)
+    stages = key_stages(key_count)
+    dtype, fp32 = config.dtype, "float32"
+
+    T.annotate_min_blocks_per_sm(blocks_per_sm(config))
+    tiles = SimpleNamespace(
+        k=T.alloc_shared((stages, CHUNK, HEAD_DIM), dtype),
+        a=T.alloc_shared((SLOTS * CHUNK, CHUNK), dtype),
+        gram_diagonal=T.alloc_shared((key_count, BLOCKS * GRAM_STRIDE), fp32),
+        gram_below=T.alloc_shared((key_count, len(LOWER) * BLOCK * BLOCK), OPERAND),
+        beta=T.alloc_shared((SLOTS * CHUNK,), fp32),
+        decay=T.alloc_shared((SLOTS * CHUNK,), fp32),
+        row_factor=T.alloc_shared((SLOTS * CHUNK,), fp32),
+        column_factor=T.alloc_shared((SLOTS * CHUNK,), fp32),
+        sums=None if outputs.sums is None else T.alloc_shared((2, SLOTS * CHUNK), fp32),
+        squares=T.alloc_shared((key_count, CHUNK), fp32) if config.l2norm else None,
+        # packed: chunks of each warp's sequences; first token and end of the items at hand
+        totals=T.alloc_shared((SLOTS,), "int32") if config.packed else None,
+        found=T.alloc_shared((2, 2), "int32") if config.packed else None,
+    )
+    T.annotate_layout(
+        {
+            tiles.a: make_full_bank_swizzled_layout(tiles.a),
+            tiles.gram_diagonal: make_linear_layout(tiles.gram_diagonal),
+            tiles.gram_below: make_linear_layout(tiles.gram_below),
+        }
+    )
+    k_loaded = T.alloc_barrier([THREADS] * stages)
+    gram_fragment = T.alloc_fragment((CHUNK, CHUNK), fp32)
+    gram_half_fragment = T.alloc_fragment((CHUNK, CHUNK), OPERAND)
+    half = T.alloc_local((HALF,), OPERAND)
+    row = T.alloc_local((FRAGMENT,), dtype)
+    regs = SimpleNamespace(
+        # substitution
+        beta=T.alloc_local((BLOCK,), fp32),
+        decay=T.alloc_local((BLOCK,), fp32),
+        gram=T.alloc_local((BLOCK,), fp32),
+        total=T.alloc_local((COLUMNS,), fp32),
+        solved=T.alloc_local((COLUMNS * BLOCK,), fp32),
+        ratio=T.alloc_local((COLUMNS,), fp32),
+        gated=T.alloc_local((COLUMNS * HALF,), fp32),
+        factor=T.alloc_local((1,), fp32),
+        out=T.alloc_local((COLUMNS,), dtype),
+        half=half,
+        bits=T.view(half, (HALF,), dtype),
+        # merges: operands, then accumulators
+        own=T.alloc_local((3 * FRAGMENT,), OPERAND),
+        inverse=T.alloc_local((3 * FRAGMENT,), OPERAND),
+        gram_below=T.alloc_local((len(LOWER) * FRAGMENT,), OPERAND),
+        u=T.alloc_local((len(LOWER) * FRAGMENT,), OPERAND),
+        left=T.alloc_local((FRAGMENT,), OPERAND),
+        column_factor=T.alloc_local((3 * FRAGMENT // 2,), fp32),
+        row_factor=T.alloc_local((3 * FRAGMENT // 2,), fp32),
+        x=T.alloc_local((len(LOWER) * FRAGMENT,), fp32),
+        t=T.alloc_local((len(LOWER) * FRAGMENT,), fp32),
+        row=row,
+        row_words=T.view(row, (FRAGMENT // 2,), "int32"),
+    )
+    raw = SimpleNamespace(
+        g=T.alloc_local((TOKENS,), config.gate_dtype),
+        beta=T.alloc_local((TOKENS,), config.beta_dtype),
+        A_log=T.alloc_local((1,), fp32),
+        dt_bias=T.alloc_local((1,), fp32),
+    )
+    query = SimpleNamespace(
+        elements=T.alloc_local((QUERY_LAPS * QUERY_PIECES * VECTOR,), dtype),
+        square=T.alloc_local((1,), fp32),
+    )
+    search = SimpleNamespace(
+        **{
+            name: T.alloc_local((1,), "int32")
+            for name in ("first", "last", "sequence", "begin", "end", "chunk", "other")
+        }
+    )
+    gates = T.alloc_local((2 * TOKENS,), fp32)
+    scan = T.alloc_local((5,), fp32)
+    span_decay = T.alloc_local((BLOCKS,), fp32)
+    zeros = T.alloc_local((4,), "int32")
+    here_local = T.alloc_local((3,), "int32")
+    ahead_local = T.alloc_local((3,), "int32")
+    here, ahead = at(config, here_local, tokens), at(config, ahead_local, tokens)
+    thread = T.get_thread_binding()
+    warp = thread // WARP
+    lane = thread % WARP
+    chunks = T.ceildiv(tokens, CHUNK)
+    steps, tile = T.alloc_var("int32"), T.alloc_var("int32")
+    if config.packed:
+        share_sequences(inputs.cu_seqlens, sequences, thread, search, tiles.totals)
+        steps = T.truncdiv(
+            (tiles.totals[0] + tiles.totals[1] + tiles.totals[2] + tiles.totals[3]) * groups
+            - block
+            + ctas
+            - 1,
+            ctas,
+        )
+        find(inputs.cu_seqlens, T.truncdiv(block, groups), search, tiles.found, 0)
+        T.sync_threads()
+    else:
+        steps = T.truncdiv(batch * chunks * groups - block + ctas - 1, ctas)
+
+    # a dense batch is never launched with more CTAs than items
+    if not config.packed or steps > 0:
+        locate(config, block, groups, chunks, tiles.found, 0, here_local)
+        for stage in tuple(range(stages)):
+            fetch_keys(config, inputs.k, tiles, k_loaded, here, stage, stage)
+        fetch_gates(config, inputs, here, warp, lane, raw)
+    # the blocks above the diagonal stay zero
+    for i in T.unroll(4):
+        zeros[i] = 0
+    for i, j in LOWER:
+        store_block(
+            tiles.a,
+            warp * CHUNK + j * BLOCK + lane // 8 % 2 * 8 + lane % 8,
+            i * BLOCK + lane // 16 * 8,
+            zeros,
+        )
+
+    for step in T.serial(steps):
+        following = block + (step + 1) * ctas
+        slot = (step + 1) % 2
+        if config.packed:
+            find(inputs.cu_seqlens, T.truncdiv(following, groups), search, tiles.found, slot)
+        else:
+            locate(config, following, groups, chunks, tiles.found, slot, ahead_local)
+        activate(config, raw, gates)
+        scan_gates(tiles, warp, lane, gates, scan, span_decay)
+        if outputs.sums is not None:
+            share_sums(tiles, warp, lane, step % 2, scan)
+        else:
+            store_gates(config, outputs, here, warp, lane, gates, scan)
+        if config.l2norm:
+            for key in tuple(range(key_count)):
+                store_query_norms(config, inputs, outputs, here, thread, key, query)
+        for key in tuple(range(key_count)):
+            T.barrier_wait(
+                k_loaded[key % stages],
+                (step * (key_count // stages) + key // stages) % 2,
+            )
+            if config.packed:
+                drop_neighbours(here, tiles, key % stages)
+            # G = K K^T
+            T.gemm(
+                tiles.k[key % stages, :, :],
+                tiles.k[key % stages, :, :],
+                gram_fragment,
+                transpose_B=True,
+                clear_accum=True,
+            )
+            if config.l2norm:
+                share_squares(tiles, gram_fragment, key)
+            # every warp is done with these keys, and with the blocks of the item before
+            T.sync_threads()
+            if config.packed and key == 0 and step + 1 < steps:
+                locate(config, following, groups, chunks, tiles.found, slot, ahead_local)
+            if key + stages < key_count:
+                fetch_keys(config, inputs.k, tiles, k_loaded, here, key + stages, key % stages)
+            elif step + 1 < steps:
+                fetch_keys(
+                    config,
+                    inputs.k,
+                    tiles,
+                    k_loaded,
+                    ahead,
+                    key + stages - key_count,
+                    key % stages,
+                )
+            if config.l2norm:
+                normalise_gram(tiles, gram_fragment, key)
+                store_key_norms(config, outputs, here, thread, tiles, key)
+            share_gram(tiles, gram_fragment, gram_half_fragment, key)
+        if step + 1 < steps:
+            fetch_gates(config, inputs, ahead, warp, lane, raw)
+        T.sync_threads()
+        if outputs.sums is not None:
+            store_sums(config, outputs.sums, here, thread, tiles, step % 2, scan)
+        head = here.group * SLOTS + warp
+        if key_count > 1:
+            tile = T.truncdiv(head, group) - T.truncdiv(here.group * SLOTS, group)
+            tile = T.min(tile, key_count - 1)
+        T.tma_store_wait(0)
+        T.sync_warp()
+        solve_diagonal(config, tiles, warp, lane, tile if key_count > 1 else 0, regs)
+        T.sync_warp()
+        merge_blocks(config, tiles, warp, lane, tile if key_count > 1 else 0, span_decay, regs)
+        T.fence_proxy_async()
+        T.sync_warp()
+        if not config.packed or here.first + CHUNK <= here.end:
+            T.tma_copy(
+                tiles.a[warp * CHUNK : warp * CHUNK + CHUNK, :],
+                outputs.A[here.row, here.first : here.first + CHUNK, head, 0:CHUNK],
+                leader_scope_threads=WARP,
+            )
+        else:
+            store_tail(config, outputs.A, tiles, here, warp, lane)
+        if not config.packed or step + 1 < steps:
+            for i in T.unroll(3):
+                here_local[i] = ahead_local[i]
+    T.tma_store_wait(0)
+
+
 def fused_preprocess_kernel(config: PreprocessConfig):
     """PrimFunc(k, g, beta, g_cumsum, A, ctas): both results in one launch of ``grid`` CTAs.
 
@@ -401,10 +819,8 @@ def fused_preprocess_kernel(config: PreprocessConfig):
     A [B, T, Hv, 64] bf16, written.
     """
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
-    heads_q, heads_v, group = config.heads_q, config.heads_v, config.group
-    groups = head_groups(heads_v)
-    key_count = key_tiles(config)
-    stages = key_stages(key_count)
+    heads_q, heads_v = config.heads_q, config.heads_v
+    plain = OperatorPreprocessConfig(heads_q, heads_v)
     bf16, fp32 = "bfloat16", "float32"
 
     @T.prim_func
@@ -417,137 +833,69 @@ def fused_preprocess_kernel(config: PreprocessConfig):
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as (block,):
-            T.annotate_min_blocks_per_sm(blocks_per_sm(config))
-            tiles = SimpleNamespace(
-                k=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),
-                a=T.alloc_shared((SLOTS * CHUNK, CHUNK), bf16),
-                gram_diagonal=T.alloc_shared((key_count, BLOCKS * GRAM_STRIDE), fp32),
-                gram_below=T.alloc_shared((key_count, len(LOWER) * BLOCK * BLOCK), OPERAND),
-                sums=T.alloc_shared((2, SLOTS * CHUNK), fp32),
-                beta=T.alloc_shared((SLOTS * CHUNK,), fp32),
-                decay=T.alloc_shared((SLOTS * CHUNK,), fp32),
-                row_factor=T.alloc_shared((SLOTS * CHUNK,), fp32),
-                column_factor=T.alloc_shared((SLOTS * CHUNK,), fp32),
-            )
-            T.annotate_layout(
-                {
-                    tiles.a: make_full_bank_swizzled_layout(tiles.a),
-                    tiles.gram_diagonal: make_linear_layout(tiles.gram_diagonal),
-                    tiles.gram_below: make_linear_layout(tiles.gram_below),
-                }
-            )
-            k_loaded = T.alloc_barrier([THREADS] * stages)
-            gram_fragment = T.alloc_fragment((CHUNK, CHUNK), fp32)
-            gram_half_fragment = T.alloc_fragment((CHUNK, CHUNK), OPERAND)
-            half = T.alloc_local((HALF,), OPERAND)
-            row = T.alloc_local((FRAGMENT,), bf16)
-            regs = SimpleNamespace(
-                # substitution
-                beta=T.alloc_local((BLOCK,), fp32),
-                decay=T.alloc_local((BLOCK,), fp32),
-                gram=T.alloc_local((BLOCK,), fp32),
-                total=T.alloc_local((COLUMNS,), fp32),
-                solved=T.alloc_local((COLUMNS * BLOCK,), fp32),
-                ratio=T.alloc_local((COLUMNS,), fp32),
-                gated=T.alloc_local((COLUMNS * HALF,), fp32),
-                factor=T.alloc_local((1,), fp32),
-                out=T.alloc_local((COLUMNS,), bf16),
-                half=half,
-                bits=T.view(half, (HALF,), bf16),
-                # merges: operands, then accumulators
-                own=T.alloc_local((3 * FRAGMENT,), OPERAND),
-                inverse=T.alloc_local((3 * FRAGMENT,), OPERAND),
-                gram_below=T.alloc_local((len(LOWER) * FRAGMENT,), OPERAND),
-                u=T.alloc_local((len(LOWER) * FRAGMENT,), OPERAND),
-                left=T.alloc_local((FRAGMENT,), OPERAND),
-                column_factor=T.alloc_local((3 * FRAGMENT // 2,), fp32),
-                row_factor=T.alloc_local((3 * FRAGMENT // 2,), fp32),
-                x=T.alloc_local((len(LOWER) * FRAGMENT,), fp32),
-                t=T.alloc_local((len(LOWER) * FRAGMENT,), fp32),
-                row=row,
-                row_words=T.view(row, (FRAGMENT // 2,), "int32"),
-            )
-            gates = T.alloc_local((2 * TOKENS,), fp32)
-            scan = T.alloc_local((5,), fp32)
-            span_decay = T.alloc_local((BLOCKS,), fp32)
-            zeros = T.alloc_local((4,), "int32")
-            here = T.alloc_local((3,), "int32")
-            ahead = T.alloc_local((3,), "int32")
-            thread = T.get_thread_binding()
-            warp = thread // WARP
-            lane = thread % WARP
-            chunks = T.ceildiv(tokens, CHUNK)
-            steps, tile = T.alloc_var("int32"), T.alloc_var("int32")
-            steps = T.truncdiv(batch * chunks * groups - block + ctas - 1, ctas)
-
-            locate(block, groups, chunks, here)
-            for stage in tuple(range(stages)):
-                fetch_keys(config, k, tiles, k_loaded, here, stage, stage)
-            fetch_gates(config, g, beta, tokens, here, warp, lane, gates)
-            # the blocks above the diagonal stay zero
-            for i in T.unroll(4):
-                zeros[i] = 0
-            for i, j in LOWER:
-                store_block(
-                    tiles.a,
-                    warp * CHUNK + j * BLOCK + lane // 8 % 2 * 8 + lane % 8,
-                    i * BLOCK + lane // 16 * 8,
-                    zeros,
-                )
-
-            for step in T.serial(steps):
-                locate(block + (step + 1) * ctas, groups, chunks, ahead)
-                scan_gates(tiles, warp, lane, step % 2, gates, scan, span_decay)
-                for key in tuple(range(key_count)):
-                    T.barrier_wait(
-                        k_loaded[key % stages],
-                        (step * (key_count // stages) + key // stages) % 2,
-                    )
-                    # G = K K^T
-                    T.gemm(
-                        tiles.k[key % stages, :, :],
-                        tiles.k[key % stages, :, :],
-                        gram_fragment,
-                        transpose_B=True,
-                        clear_accum=True,
-                    )
-                    # every warp is done with these keys, and with the blocks of the item before
-                    T.sync_threads()
-                    if key + stages < key_count:
-                        fetch_keys(config, k, tiles, k_loaded, here, key + stages, key % stages)
-                    elif step + 1 < steps:
-                        fetch_keys(
-                            config,
-                            k,
-                            tiles,
-                            k_loaded,
-                            ahead,
-                            key + stages - key_count,
-                            key % stages,
-                        )
-                    share_gram(tiles, gram_fragment, gram_half_fragment, key)
-                if step + 1 < steps:
-                    fetch_gates(config, g, beta, tokens, ahead, warp, lane, gates)
-                T.sync_threads()
-                store_sums(config, g_cumsum, tokens, here, thread, tiles, step % 2, scan)
-                head = here[2] * SLOTS + warp
-                if key_count > 1:
-                    tile = T.truncdiv(head, group) - T.truncdiv(here[2] * SLOTS, group)
-                    tile = T.min(tile, key_count - 1)
-                T.tma_store_wait(0)
-                T.sync_warp()
-                solve_diagonal(tiles, warp, lane, tile if key_count > 1 else 0, regs)
-                T.sync_warp()
-                merge_blocks(tiles, warp, lane, tile if key_count > 1 else 0, span_decay, regs)
-                T.fence_proxy_async()
-                T.sync_warp()
-                T.tma_copy(
-                    tiles.a[warp * CHUNK : warp * CHUNK + CHUNK, :],
-                    A[here[0], here[1] : here[1] + CHUNK, head, 0:CHUNK],
-                    leader_scope_threads=WARP,
-                )
-                for i in T.unroll(3):
-                    here[i] = ahead[i]
-            T.tma_store_wait(0)
+            inputs = SimpleNamespace(k=k, g=g, beta=beta)
+            outputs = SimpleNamespace(A=A, sums=g_cumsum)
+            preprocess_items(plain, inputs, outputs, batch, tokens, 0, block, ctas)
 
     return gdn_preprocess
+
+
+def operator_preprocess_kernel(config: OperatorPreprocessConfig):
+    """PrimFunc(q, k, g, beta, A_log, dt_bias, cu_seqlens, A, gate, beta_out, query_norm, key_norm,
+    ctas): stage one of the operator in one launch of ``grid`` CTAs.
+
+    q, k [B, T, Hq, 128] and A [B, T, Hv, 64], written, in config.dtype; g and beta [B, T, Hv] in
+    their dtypes; A_log, dt_bias [Hv] fp32; cu_seqlens [N + 1]; gate (the natural logarithm of the
+    decay, summed within every chunk of a sequence) and beta_out [B, Hv, T] fp32, query_norm and
+    key_norm [B, Hq, T] fp32, written. With config.strided q and k have a token stride each, a batch
+    stride of T of those, and heads 128 apart. What an option that is off would need is a
+    one-element fp32 dummy. Rows past the last sequence are left alone.
+    """
+    batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
+    heads_q, heads_v = config.heads_q, config.heads_v
+    boundaries = T.dynamic("boundaries")
+    dtype, fp32 = config.dtype, "float32"
+    time = config.layout == "time"
+
+    def if_present(present, shape, dtype=fp32):
+        return T.Tensor(shape, dtype) if present else T.Tensor((1,), fp32)
+
+    def vectors(name):
+        shape = (batch, tokens, heads_q, HEAD_DIM)
+        if not config.strided:
+            return T.Tensor(shape, dtype)
+        stride = T.dynamic(f"{name}_stride", "int64")
+        return T.StridedTensor(shape, (tokens * stride, stride, HEAD_DIM, 1), dtype)
+
+    def scalars(heads):
+        return T.Tensor((batch, heads, tokens) if time else (batch, tokens, heads), fp32)
+
+    @T.prim_func
+    def gdn_operator_preprocess(
+        q: vectors("query") if config.l2norm else T.Tensor((1,), fp32),
+        k: vectors("key"),
+        g: T.Tensor((batch, tokens, heads_v), config.gate_dtype),
+        beta: T.Tensor((batch, tokens, heads_v), config.beta_dtype),
+        A_log: if_present(config.gate == "raw", (heads_v,)),
+        dt_bias: if_present(config.dt_bias, (heads_v,)),
+        cu_seqlens: if_present(config.packed, (boundaries,), config.cu_seqlens),
+        A: T.Tensor((batch, tokens, heads_v, CHUNK), dtype),
+        gate: scalars(heads_v),
+        beta_out: scalars(heads_v),
+        query_norm: scalars(heads_q) if config.l2norm else T.Tensor((1,), fp32),
+        key_norm: scalars(heads_q) if config.l2norm else T.Tensor((1,), fp32),
+        ctas: T.int32,
+    ):
+        with T.Kernel(ctas, threads=THREADS) as (block,):
+            if config.strided and config.l2norm:
+                T.assume(q.strides[1] % VECTOR == 0)
+            inputs = SimpleNamespace(
+                q=q, k=k, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens
+            )
+            outputs = SimpleNamespace(
+                A=A, sums=None, gate=gate, beta=beta_out, query_norm=query_norm, key_norm=key_norm
+            )
+            sequences = boundaries - 1 if config.packed else 0
+            preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, ctas)
+
+    return gdn_operator_preprocess
