@@ -73,9 +73,39 @@ def test_lengths_and_head_ratios(ratio, state):
         run_and_check(small(B=3, T=tokens, Hq=2, Hv=2 * ratio, initial_state=state))
 
 
-@pytest.mark.parametrize("tile", [32, 64, 128])
-def test_every_tile(tile):
-    run_and_check(small(T=333), block_dv=tile)
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("state", [False, True], ids=["zero", "state"])
+@pytest.mark.parametrize("split", [False, 2, 3, 6, True])
+def test_every_tile_and_split(tile, split, state):
+    run_and_check(small(B=2, T=333, initial_state=state), block_dv=tile, split=split)
+
+
+def test_a_warm_split_allocates_nothing_but_its_outputs():
+    call = arguments(make_inputs(small(T=1025), "cuda"))
+    kept = []
+    for reuse in (True, False):
+        for _ in range(3):
+            kept.append(gdn_prefill.gdn_prefill_forward(*call, split=4, reuse_outputs=reuse))
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        kept.append(gdn_prefill.gdn_prefill_forward(*call, split=4, reuse_outputs=reuse))
+        made = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+        assert made == (0 if reuse else 2)
+
+
+def test_a_split_under_the_callers_capture_outlives_the_caches():
+    case = small(T=1025)
+    inputs = make_inputs(case, "cuda")
+    call = arguments(inputs)
+    gdn_prefill.gdn_prefill_forward(*call, split=4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = gdn_prefill.gdn_prefill_forward(*call, split=4)
+    gdn_prefill.clear()
+    torch.cuda.empty_cache()
+    for tensor in result:
+        tensor.fill_(float("nan"))
+    graph.replay()
+    check(case, inputs, result)
 
 
 @pytest.mark.parametrize("gate", [0.0, -1.0, -20.0, -50.0])

@@ -14,15 +14,18 @@ from cases import load_cases  # noqa: E402
 from gdn_prefill import specialisations, toolchain  # noqa: E402
 from gdn_prefill.kernels import preprocess_fused  # noqa: E402
 from gdn_prefill.kernels.preprocess import PreprocessConfig  # noqa: E402
+from gdn_prefill.split import CorePlan, SegmentPlan  # noqa: E402
 
 needs_nvcc = pytest.mark.skipif(
     toolchain.unavailable() is not None, reason=f"nvcc: {toolchain.unavailable()}"
 )
 
-# Every tile of the forward kernel, with and without an initial state, and each preprocessing kernel
-# with its largest and an odd number of heads.
+# Every tile of the forward kernel, with and without an initial state, the launches of a split, and
+# each preprocessing kernel with its largest and an odd number of heads.
 REPRESENTATIVE = {
-    "forward_dv32": lambda: specialisations.forward_specialisation(4, 4, 32, False),
+    "split": lambda: specialisations.plan_specialisations(
+        CorePlan(64, SegmentPlan(4, 1), 1), 4, 4, False
+    ),
     "forward_dv64": lambda: specialisations.forward_specialisation(16, 64, 64, True),
     "forward_dv128": lambda: specialisations.forward_specialisation(8, 32, 128, True),
     "preprocess_wide": lambda: specialisations.preprocess_specialisations(16, 64),
@@ -86,19 +89,36 @@ def test_public_cases_are_served_by_shipped_kernels():
     assert set(needed) <= shipped
 
 
-def test_longer_sequences_add_no_specialisation():
-    cases = load_cases()
-    needed = [item.name for item in specialisations.case_specialisations(cases)]
-    longer = [replace(case, T=case.T * 2 + 1) for case in cases]
-    assert [item.name for item in specialisations.case_specialisations(longer)] == needed
-
-
-def test_any_batch_of_shipped_heads_is_shipped():
+def test_any_length_and_batch_of_shipped_heads_is_shipped():
     shipped = {item.name for item in specialisations.shipped_specialisations()}
     case = load_cases()[0]
     for heads_q, heads_v in specialisations.HEADS:
-        cases = [replace(case, B=B, Hq=heads_q, Hv=heads_v) for B in (1, 2, 3, 8, 33, 200)]
+        cases = [
+            replace(case, B=B, T=T, Hq=heads_q, Hv=heads_v, initial_state=state)
+            for B in (1, 2, 3, 8, 33, 200)
+            for T in (1, 1000, 8192, 100_000)
+            for state in (False, True)
+        ]
         assert {item.name for item in specialisations.case_specialisations(cases)} <= shipped
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_what_a_head_configuration_can_launch(state):
+    """Per tile a forward kernel and one over segments; one summary and one scan for both."""
+    items = specialisations.core_specialisations(2, 8, state)
+    names = [item.name for item in items]
+    assert len(names) == len(set(names)) == 6
+    assert sum("segment" in name for name in names) == 2
+    assert sum(name.startswith("summary_hq2_hv8") for name in names) == 1
+    assert sum(name.startswith("scan_hv8") for name in names) == 1
+    assert all("init" in name for name in names if not name.startswith("scan")) == state
+    unsplit = specialisations.core_specialisations(2, 8, state, split=False)
+    assert [item.name for item in unsplit] == names[:2]
+
+
+def test_a_plan_of_two_segments_needs_no_scan():
+    kernels = specialisations.plan_specialisations(CorePlan(64, SegmentPlan(4, 2), 1), 2, 8, False)
+    assert [item.name.split("_")[0] for item in kernels] == ["summary", "segment"]
 
 
 def test_command_prints_the_number_of_the_cases(capsys):

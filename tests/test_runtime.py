@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from cases import Case, make_inputs
-from gdn_prefill import prepare, preprocess, runtime
-from gdn_prefill.kernels import preprocess_fused
+from gdn_prefill import api, prepare, preprocess, runtime
+from gdn_prefill.core import SHIPPED, core_kernels
+from gdn_prefill.dispatch import core_plan
+from gdn_prefill.kernels import forward, preprocess_fused, resident
 from gdn_prefill.kernels.preprocess import PreprocessConfig
 from gdn_prefill.runtime import Runtime
 from gdn_prefill.torch_backend import forward_torch
 
 CASE = Case("small", 1, 130, 1, 2, True, "mixed", 5e-3, 5e-3)
+SUMMARISED, SCANNED = 7.0, 1.0
 
 
 class Device:
@@ -23,22 +26,63 @@ class Device:
         self.stream, self.capturing = 0, False
         self.launches, self.recording = 0, None
 
-    def launch(self, *tensors_and_scale):
+    def compiled(self, prim_func, _):
+        """The stand-in for a kernel, told by the name of its PrimFunc."""
+        name = str(prim_func.attrs["global_symbol"])
+        parts = {"gdn_summary": self.summary, "gdn_scan": self.scan}
+        return parts.get(name, self.segments if "segment" in name else self.forward)
+
+    def run(self, launch):
+        if self.recording is None:
+            launch()
+        else:
+            self.recording.append(launch)
+
+    def forward(self, *tensors_and_scale):
         *tensors, scale = tensors_and_scale
         # A launch knows addresses and sizes, not the tensor objects.
         q, k, v, g, beta, A, initial_state, output, final_state = [x.detach() for x in tensors]
 
-        def run():
+        def launch():
             self.launches += 1
             state = initial_state if initial_state.ndim == 4 else None
             results = forward_torch(q, k, v, g, beta, A, state, scale)
             output.copy_(results[0])
             final_state.copy_(results[1])
 
-        if self.recording is None:
-            run()
-        else:
-            self.recording.append(run)
+        self.run(launch)
+
+    # Of a split: the summary leaves SUMMARISED between the segments, a scan adds SCANNED, and the
+    # forward launch is wrong where it finds anything else.
+    def summary(self, *arguments):
+        states = arguments[6].detach()
+
+        def launch():
+            self.launches += 1
+            states.fill_(SUMMARISED)
+
+        self.run(launch)
+
+    def scan(self, states, *_):
+        states = states.detach()
+
+        def launch():
+            self.launches += 1
+            states.add_(SCANNED)
+
+        self.run(launch)
+
+    def segments(self, *arguments):
+        *before, states, output, final_state, scale, _ = arguments
+        states, output = states.detach(), output.detach()
+        expected = SUMMARISED + (SCANNED if len(states) > 1 else 0)
+        self.forward(*before, output, final_state, scale)
+
+        def spoil():
+            if not (states == expected).all():
+                output.fill_(float("nan"))
+
+        self.run(spoil)
 
 
 class Graph:
@@ -64,7 +108,7 @@ class Graph:
 def device(monkeypatch):
     device = Device()
     monkeypatch.setattr(Graph, "device", device, raising=False)
-    monkeypatch.setattr(runtime, "compile_launcher", lambda *_: device.launch)
+    monkeypatch.setattr(runtime, "compile_launcher", device.compiled)
     monkeypatch.setattr(runtime, "sm_count", lambda _: 132)
     for name, stand_in in {
         "device": lambda _: contextlib.nullcontext(),
@@ -87,13 +131,13 @@ def arguments(case=CASE, seed=42):
     return [inputs.q, inputs.k, inputs.v, g_cumsum, inputs.beta, A, inputs.initial_state]
 
 
-def call(layer, tensors, reuse=True, scale=None, block_dv=None):
+def call(layer, tensors, reuse=True, scale=None, block_dv=None, split="auto"):
     """As gdn_prefill_forward calls the layer."""
     if reuse:
-        replayed = layer.replay(*tensors, scale, block_dv)
+        replayed = layer.replay(*tensors, scale, block_dv, split)
         if replayed is not None:
             return replayed
-    return layer.forward(*tensors, scale, block_dv, reuse)
+    return layer.forward(*tensors, scale, block_dv, split, reuse)
 
 
 def assert_right(result, tensors):
@@ -194,15 +238,124 @@ def test_streams_and_options_have_entries_of_their_own(device):
     assert layer.info().compiles == 2
 
 
-def test_under_a_callers_capture_nothing_is_captured_or_replayed(device):
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("split", [False, 3])
+def test_under_a_callers_capture_nothing_is_captured_or_replayed(device, reuse, split):
+    """Nor is anything of the caches in the caller's graph, which may outlive their entries."""
     layer, tensors = Runtime(), arguments()
     for _ in range(3):
-        call(layer, tensors)
+        call(layer, tensors, reuse, split=split)
     before = layer.info()
+    cached = {
+        x.data_ptr()
+        for buffers in layer.buffers.values()
+        for x in (*buffers.outputs, *buffers.temporaries.values())
+    }
+    seen = spy_on_arguments(layer)
     device.capturing = True
-    assert_right(call(layer, tensors), tensors)
+    assert_right(call(layer, tensors, reuse, split=split), tensors)
     after = layer.info()
     assert (after.captures, after.replays) == (before.captures, before.replays)
+    assert after.buffers.size == before.buffers.size
+    assert seen and not cached & {x.data_ptr() for x in seen if isinstance(x, torch.Tensor)}
+
+
+def spy_on_arguments(layer) -> list:
+    """What the launches of layouts that are known already are given from now on."""
+    seen = []
+
+    def spied(launch):
+        return lambda *arguments: (seen.extend(arguments), launch(*arguments))
+
+    for layout in layer.layouts.values():
+        for name, launch in layout.core.launchers.items():
+            layout.core.launchers[name] = spied(launch)
+    return seen
+
+
+@pytest.mark.parametrize(("split", "launches"), [(2, 2), (3, 3), (True, None)])
+def test_a_split_is_captured_and_replayed_as_one(device, split, launches):
+    layer, tensors = Runtime(), arguments()
+    seen = []
+    for _ in range(4):
+        result = call(layer, tensors, split=split)
+        assert_right(result, tensors)
+        seen.append((device.launches, layer.info().captures, layer.info().replays))
+        result[0].fill_(float("nan"))
+    each = launches or seen[0][0]
+    assert each in (2, 3)
+    assert seen == [(each, 0, 0), (2 * each, 1, 1), (3 * each, 1, 2), (4 * each, 1, 3)]
+    info, plan = layer.info(), core_plan(1, 130, 1, 2, 132, split=split)
+    assert info.compiles == each and info.workspace_bytes == plan.workspace_bytes(1, 2)
+    assert info.buffer_bytes == result[0].nbytes + result[1].nbytes
+
+
+def test_fresh_outputs_of_a_split_share_its_temporaries(device, monkeypatch):
+    layer, tensors = Runtime(), arguments()
+    kept = [call(layer, tensors, reuse=False, split=3)]
+    plan = core_plan(1, 130, 1, 2, 132, split=3)
+    assert layer.info().workspace_bytes == plan.workspace_bytes(1, 2)
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
+    kept += [call(layer, tensors, reuse=False, split=3) for _ in range(2)]
+    assert len(made) == 4  # two outputs a call
+    assert len({result[0].data_ptr() for result in kept}) == 3
+    for result in kept:
+        assert_right(result, tensors)
+    assert layer.info().buffers.size == 1 and layer.info().buffer_bytes == 0
+
+
+def test_calls_with_and_without_fresh_outputs_share_no_temporaries(device):
+    """A replay takes no lock: it may come between the launches of a call on the same stream."""
+    layer, tensors = Runtime(), arguments()
+    for _ in range(3):
+        call(layer, tensors, split=3)
+    original = device.scan
+
+    def interrupted(*arguments):
+        assert layer.replay(*tensors, None, None, 3) is not None
+        original(*arguments)
+
+    layer.kernels.clear()
+    layer.layouts.clear()
+    device.scan = interrupted
+    tensors_again = [tensor.clone() for tensor in tensors]
+    assert_right(call(layer, tensors_again, reuse=False, split=3), tensors_again)
+
+
+def test_splits_have_entries_of_their_own(device):
+    layer, tensors = Runtime(), arguments()
+    places = set()
+    for split in ("auto", False, True, 2, 3):
+        for _ in range(3):
+            result = call(layer, tensors, split=split)
+        places.add(result[0].data_ptr())
+    assert len(places) == layer.info().graphs.size == 5
+
+
+def test_the_shipped_kernel_is_named_once_and_another_can_be_served(device):
+    tensors = arguments()
+    for name, factory in {
+        "resident": resident.resident_kernel,
+        "four_group": forward.forward_kernel,
+    }.items():
+        layer = Runtime(forward_kernel=name)
+        assert_right(call(layer, tensors, reuse=False), tensors)
+        assert [built for built, _ in layer.kernels._entries] == [factory]
+    (kernel,) = core_kernels(core_plan(1, 130, 1, 2, 132), 1, 2, True).values()
+    assert SHIPPED == "resident" == kernel.name.split("_")[0]
+
+
+@pytest.mark.parametrize("split", [1, 0, -2, "never", 2.5, None])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_the_entry_refuses_a_split_that_cannot_be(split, backend):
+    with pytest.raises((TypeError, ValueError), match=f"split is {split!r}"):
+        api.gdn_prefill_forward(*arguments(), split=split, backend=backend)
+
+
+def test_the_portable_implementation_ignores_a_split():
+    tensors = arguments()
+    assert_right(api.gdn_prefill_forward(*tensors, split=3), tensors)
 
 
 def test_evicted_buffers_take_their_graphs_along(device):
@@ -238,8 +391,11 @@ def test_bad_arguments_are_refused_warm_or_not(device, reuse):
             wrong[index] = bad
             with pytest.raises((TypeError, ValueError), match=message):
                 call(layer, wrong, reuse)
-        with pytest.raises(ValueError, match="block_dv is 7"):
-            call(layer, tensors, reuse, block_dv=7)
+        for tile in (7, 32):
+            with pytest.raises(ValueError, match=f"block_dv is {tile}; it must be one of 64, 128"):
+                call(layer, tensors, reuse, block_dv=tile)
+        with pytest.raises(ValueError, match="split is 4, but tokens=130 is 3 chunk"):
+            call(layer, tensors, reuse, split=4)
         assert device.launches == launches
 
 

@@ -8,16 +8,15 @@ from hypothesis import strategies as st
 
 from gdn_prefill.split import (
     HEAD_DIM,
+    CorePlan,
     SegmentPlan,
     SplitLaunchers,
-    SplitTimes,
     plan_segments,
     split_forward,
     split_launches,
     workspaces,
 )
 
-TIMES = SplitTimes(5.0, 1.2, 4.0, 1.0, 5.0, {64: 1.2, 128: 1.9})
 SQUARE = HEAD_DIM * HEAD_DIM
 
 
@@ -97,15 +96,20 @@ def test_launch_sequence(chunks, length, names):
     assert sent.forward[7:] == ("states", "output", "final", 0.5, length)
 
 
-@given(st.integers(2, 1000), st.integers(1, 64))
-def test_best_split_is_the_least_prediction(chunks, states):
-    time, plan, block_dv = TIMES.best(chunks, states, 132)
-    assert time == pytest.approx(TIMES.predict(plan, states, block_dv, 132))
-    for length in {1, (chunks + 1) // 2, -(-chunks // 8)} & set(range(1, chunks)):
-        other = SegmentPlan(chunks, length)
-        if other.segments <= 64:
-            assert time <= TIMES.predict(other, states, 64, 132) + 1e-9
+def test_a_plan_states_its_memory():
+    split = CorePlan(64, SegmentPlan(128, 10), products=1)
+    assert (split.kind, split.segments, split.chunks_per_segment) == ("split", 13, 10)
+    assert split.workspaces(2, 4) == workspaces(split.cut, 2, 4, 1)
+    boundaries, steps = 12 * 8, 11 * 8
+    assert split.workspace_bytes(2, 4) == (
+        boundaries * SQUARE * 4 + steps * SQUARE * 2 + 2 + steps * 4
+    )
+    plain = CorePlan(128)
+    assert (plain.kind, plain.segments, plain.chunks_per_segment) == ("unsplit", 1, None)
+    assert plain.workspaces(2, 4) == {} and plain.workspace_bytes(2, 4) == 0
 
 
-def test_no_split_of_one_chunk():
-    assert TIMES.best(1, 4, 132) is None
+@pytest.mark.parametrize("fields", [{"cut": SegmentPlan(4, 2)}, {"products": 1}])
+def test_half_a_split_is_refused(fields):
+    with pytest.raises(ValueError, match="a split has both"):
+        CorePlan(64, **fields)

@@ -154,7 +154,7 @@ def test_results_are_plain_tensors_whatever_the_inputs_are():
 @pytest.mark.parametrize(
     ("option", "error", "message"),
     [
-        ({"block_dv": 7}, ValueError, "block_dv is 7; it must be one of 32, 64, 128"),
+        ({"block_dv": 7}, ValueError, "block_dv is 7; it must be one of 64, 128"),
         ({"block_dv": "x"}, ValueError, "block_dv is 'x'"),
         ({"reuse_outputs": "no"}, TypeError, "reuse_outputs is 'no'"),
         ({"backend": "bogus"}, ValueError, "backend='bogus' is not one of"),

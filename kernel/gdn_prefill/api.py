@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .dispatch import BACKENDS, choose_backend
+from .dispatch import BACKENDS, check_split, choose_backend
 from .runtime import RUNTIME, RuntimeInfo
 from .torch_backend import cumsum_torch, forward_torch, solve_kkt_torch
 from .validation import check_block_dv, check_forward, check_gate, check_prepare, check_scale
@@ -21,11 +21,12 @@ def gdn_prefill_forward(
     *,
     scale=None,
     block_dv=None,
+    split="auto",
     reuse_outputs=False,
     backend="auto",
 ):
-    """Gated DeltaNet chunked prefill from a ready-made A: one CTA per state slice walks the chunks
-    of 64 tokens.
+    """Gated DeltaNet chunked prefill from a ready-made A: one CTA per state slice, or per slice and
+    segment of the sequence, walks the chunks of 64 tokens.
 
     Args:
         q, k: [B, T, Hq, 128] bf16, L2-normalised per head by the caller.
@@ -38,8 +39,11 @@ def gdn_prefill_forward(
             chunk, by rows.
         initial_state: [B, Hv, 128 (dk), 128 (dv)] fp32, or None for zeros.
         scale: factor of the output, 1/sqrt(128) by default.
-        block_dv: state columns per CTA, 32, 64 or 128; by default block_dv_for's choice. Ignored by
+        block_dv: state columns per CTA, 64 or 128; by default core_plan's choice. Ignored by
             "torch".
+        split: cut each sequence into segments that run side by side, exactly: "auto" where that is
+            faster (core_plan), True, False, or the number of segments (of whole chunks and equal
+            length; fewer where they do not come out even). Ignored by "torch".
         reuse_outputs: write into buffers owned by the package instead of fresh ones. The returned
             tensors are then valid until the next call of the same layout on the same stream that
             reuses outputs; from the second such call with the same input addresses on, the launch
@@ -56,13 +60,15 @@ def gdn_prefill_forward(
     """
     if backend not in BACKENDS or reuse_outputs not in (True, False):
         _refuse_options(backend, reuse_outputs)
+    if split != "auto":
+        check_split(split)
     if reuse_outputs and backend != "torch" and getattr(q, "is_cuda", False):
-        replayed = RUNTIME.replay(q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv)
+        replayed = RUNTIME.replay(q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv, split)
         if replayed is not None:
             return replayed
     if _backend(backend, q) == "cuda":
         return RUNTIME.forward(
-            q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv, reuse_outputs
+            q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv, split, reuse_outputs
         )
     check_forward(q, k, v, g_cumsum, beta, A, initial_state)
     check_block_dv(block_dv)
@@ -117,7 +123,7 @@ def prepare(k, g, beta, *, backend="auto"):
 
 
 def cache_info() -> RuntimeInfo:
-    """Counters of the runtime's caches, and the bytes that reused outputs occupy."""
+    """Counters of the runtime's caches, and the bytes that reused outputs and splits occupy."""
     return RUNTIME.info()
 
 

@@ -2,14 +2,138 @@
 
 from __future__ import annotations
 
-HEAD_DIM = 128
+from collections.abc import Iterable
+
+from .cost import CoreCall, CostModel, packaged_model
+from .split import HEAD_DIM, CorePlan, SegmentPlan, plan_segments
+
 BACKENDS = ("auto", "cuda", "torch")
 HOPPER = (9, 0)
 
+# State columns of one CTA of the shipped kernel.
+TILES = (64, 128)
+
+# bf16 products of a scan step: D S alone. What is left out is of the size of the rounding that the
+# forward kernel does in every chunk.
+PRODUCTS = 1
+# A split is taken where the model expects at least this share of the time to be saved.
+SPLIT_MARGIN = 0.04
+# A split does the work about twice over. From a third of the SMs on (a summary of three segments
+# is three CTAs a state) the unsplit kernel keeps enough of them busy.
+SPLIT_SHARE = 3
+# Numbers of segments that are tried, beside those that fill one or two waves of a launch exactly.
+SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+FILLED_WAVES = (1, 2)
+# Grid extents beyond the first are 16-bit: sequences and segments are such extents.
+MAX_GRID = 65535
 
 # Microseconds per chunk of the four-group kernel by tile, one CTA per SM (H200;
 # results/nvidia-h200/).
 CHUNK_US = {32: 1.31, 64: 1.76, 128: 2.65}
+
+
+def core_plan(
+    sequences: int,
+    tokens: int,
+    heads_q: int,
+    heads_v: int,
+    sm_count: int,
+    *,
+    block_dv: int | None = None,
+    split: str | bool | int = "auto",
+    products: int = PRODUCTS,
+    model: CostModel | None = None,
+) -> CorePlan:
+    """The fastest way to run the core, by the cost model; pure, so the same wherever it is asked.
+
+    sequences, tokens: B and T, or N and the mean length of packed sequences (see CoreCall).
+    sm_count: SMs of the device. block_dv: state columns of one CTA of the forward launch, 64 or
+    128; None: the faster. split: False never splits, True always, a number asks for that many
+    segments of equal length (fewer where whole chunks do not come out even), "auto" splits where
+    it saves at least SPLIT_MARGIN. products: of the scan, 1, 2 or 3. model: constants to go by,
+    the packaged ones by default.
+
+    Raises TypeError or ValueError for sizes, options or segments that cannot be.
+    """
+    call = CoreCall(sequences, tokens, heads_q, heads_v)
+    check_split(split)
+    if sm_count < 1:
+        raise ValueError(f"sm_count={sm_count} must be at least 1")
+    if block_dv is not None and block_dv not in TILES:
+        raise ValueError(f"block_dv={block_dv} must be one of {TILES}, or None")
+    tiles = TILES if block_dv is None else (block_dv,)
+    model = model or packaged_model()
+
+    def fastest(plans: Iterable[CorePlan]) -> CorePlan:
+        return min(plans, key=lambda plan: model.predict(plan, call, sm_count))
+
+    if split is False:
+        return fastest(_unsplit(tiles))
+    if split == "auto":
+        plain, *_ = plans = [fastest(_unsplit(tiles))]
+        plans += _split(_auto_cuts(call, sm_count), tiles, products)
+        best = fastest(plans)
+        limit = (1 - SPLIT_MARGIN) * model.predict(plain, call, sm_count)
+        return best if model.predict(best, call, sm_count) <= limit else plain
+    _check_cut(split, call)
+    cuts = _cuts(call, sm_count) if split is True else [plan_segments(tokens, split)]
+    return fastest(_split(cuts, tiles, products))
+
+
+def candidates(call: CoreCall, sm_count: int, products: int = PRODUCTS) -> list[CorePlan]:
+    """Every plan that core_plan weighs for a call with split="auto", the unsplit ones first."""
+    return [*_unsplit(TILES), *_split(_auto_cuts(call, sm_count), TILES, products)]
+
+
+def _unsplit(tiles: Iterable[int]) -> list[CorePlan]:
+    return [CorePlan(tile) for tile in tiles]
+
+
+def _split(cuts: Iterable[SegmentPlan], tiles: Iterable[int], products: int) -> list[CorePlan]:
+    return [CorePlan(tile, cut, products) for cut in cuts for tile in tiles]
+
+
+def _auto_cuts(call: CoreCall, sm_count: int) -> list[SegmentPlan]:
+    return _cuts(call, sm_count) if SPLIT_SHARE * call.states <= sm_count else []
+
+
+def _cuts(call: CoreCall, sm_count: int) -> list[SegmentPlan]:
+    """The cuts worth weighing, the longest segments first: round numbers and full waves."""
+    counts = set(SEGMENTS)
+    for waves in FILLED_WAVES:
+        room = waves * sm_count // call.states  # CTAs of one state
+        counts.add((room + 3) // 2)  # of the summary: 2 segments - 3
+        counts.update(room * tile // HEAD_DIM for tile in TILES)
+    most = max(2, min(SEGMENTS[-1], FILLED_WAVES[-1] * sm_count // call.states, call.chunks))
+    lengths = {-(-call.chunks // count) for count in counts if 2 <= count <= most}
+    return [SegmentPlan(call.chunks, n) for n in sorted(lengths, reverse=True) if n < call.chunks]
+
+
+def check_split(split: str | bool | int) -> None:
+    """Refuses what can be no choice of splitting, whatever the shape."""
+    if isinstance(split, bool) or split == "auto":
+        return
+    if not isinstance(split, int):
+        raise (ValueError if isinstance(split, str) else TypeError)(
+            f"split is {split!r}; it must be 'auto', True, False or a number of segments"
+        )
+    if split < 2:
+        raise ValueError(
+            f"split is {split}; it must be at least 2 segments (False: no split), or 'auto'"
+        )
+
+
+def _check_cut(split: bool | int, call: CoreCall) -> None:
+    """Refuses a split that is asked for and cannot be had."""
+    least = 2 if split is True else split
+    if least > call.chunks:
+        raise ValueError(
+            f"split is {split}, but tokens={call.tokens} is {call.chunks} chunk(s) of 64: a "
+            "segment has at least one"
+        )
+    for name, extent in (("split", least), ("sequences", call.sequences)):
+        if extent > MAX_GRID:
+            raise ValueError(f"{name}={extent}: a split takes at most {MAX_GRID}")
 
 
 def select_block_dv(heads_v: int, heads_q: int) -> int:
@@ -25,7 +149,7 @@ def select_block_dv(heads_v: int, heads_q: int) -> int:
 
 
 def block_dv_for(states: int, sm_count: int) -> int:
-    """The state columns of one CTA that finish soonest: 32, 64 or 128.
+    """The state columns of one CTA of the four-group kernel that finish soonest: 32, 64 or 128.
 
     states: B * Hv, the states of a call; sm_count: SMs of the device, each holding one CTA. All
     CTAs walk the same number of chunks, so the time is (waves of CTAs) * (time of a chunk at that

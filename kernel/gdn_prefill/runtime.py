@@ -1,15 +1,16 @@
 """The call layer of the Hopper kernels: argument checks paid once per layout, and four bounded
 caches.
 
-* layouts: shapes, dtypes, device and options of a call -> its checked description and its compiled
-  kernel
+* layouts: shapes, dtypes, device and options of a call -> its checked description, its plan and
+  its compiled kernels
 * kernels: the specialisation (heads, tile, states) -> the compiled kernel; batch and length are
   run-time arguments
-* buffers: layout and stream -> output and final state, only for callers that ask to reuse outputs
-* graphs:  stream, layout and addresses -> a CUDA Graph of the launch, captured on the second such
+* buffers: layout and stream -> what a split over time needs between its launches and, only for
+  callers that ask to reuse outputs, output and final state
+* graphs:  stream, layout and addresses -> a CUDA Graph of the launches, captured on the second such
   call
 
-A replay runs the whole kernel again on whatever the inputs hold now; no result is ever kept.
+A replay runs the whole core again on whatever the inputs hold now; no result is ever kept.
 Nothing here touches a GPU at import.
 """
 
@@ -18,13 +19,16 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .caches import BoundedCache, CacheInfo
-from .dispatch import block_dv_for
+from .core import SHIPPED, Core, core_kernels
+from .dispatch import core_plan
+from .split import CorePlan, Workspace
 from .validation import (
     FORWARD_ARGUMENTS,
     ForwardShape,
@@ -34,33 +38,46 @@ from .validation import (
     check_scale,
 )
 
+INPUTS = len(FORWARD_ARGUMENTS) - 1  # the last, the initial state, may be absent
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A checked call layout: the shape, its launcher and the arguments that never change."""
+    """A checked call layout: the shape, what launches it and the arguments that never change."""
 
     shape: ForwardShape
     device: torch.device
     scale: float
-    launch: Any
+    core: Core
+    workspaces: Mapping[str, Workspace]
     absent_state: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class OutputBuffers:
-    output: torch.Tensor
-    final_state: torch.Tensor
+class Buffers:
+    """Device memory of the package: (output, final state) or nothing, and temporaries by name."""
+
+    outputs: tuple[torch.Tensor, ...]
+    temporaries: Mapping[str, torch.Tensor]
 
     @property
-    def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.output, self.final_state))
+    def output_bytes(self) -> int:
+        return _bytes(self.outputs)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return _bytes(self.temporaries.values())
+
+
+def _bytes(tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @dataclass(eq=False)
 class GraphEntry:
-    """A launch seen once (graph is None) or captured; keeps its outputs alive, never its inputs."""
+    """A launch seen once (graph is None) or captured; keeps its buffers alive, never its inputs."""
 
-    buffers: OutputBuffers
+    buffers: Buffers
     graph: torch.cuda.CUDAGraph | None = None
 
     def drop(self) -> None:
@@ -78,7 +95,11 @@ class _Recent:
 
 @dataclass(frozen=True)
 class RuntimeInfo:
-    """Counters of the caches; compiles: kernels built, buffer_bytes: what reused outputs occupy."""
+    """Counters of the caches.
+
+    compiles: kernels built; buffer_bytes: what reused outputs occupy; workspace_bytes: what splits
+    over time keep between calls.
+    """
 
     layouts: CacheInfo
     kernels: CacheInfo
@@ -88,14 +109,19 @@ class RuntimeInfo:
     captures: int
     replays: int
     buffer_bytes: int
+    workspace_bytes: int
 
 
 @dataclass(eq=False)
 class Runtime:
-    """One process's caches. Capacities bound the host memory and the reused device buffers."""
+    """One process's caches. Capacities bound the host memory and the reused device buffers.
 
+    forward_kernel: which of core.FORWARD_KERNELS is launched.
+    """
+
+    forward_kernel: str = SHIPPED
     layout_capacity: int = 256
-    kernel_capacity: int = 64
+    kernel_capacity: int = 128
     buffer_capacity: int = 16
     graph_capacity: int = 64
     compiles: int = 0
@@ -110,29 +136,39 @@ class Runtime:
         self._recent: dict[tuple, _Recent] = {}
         self.buffers = BoundedCache(self.buffer_capacity, on_evict=self._drop_graphs_of)
 
-    def forward(self, q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv, reuse_outputs):
-        """Run the kernel on the current stream; gdn_prefill_forward describes the arguments."""
+    def forward(
+        self, q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv, split, reuse_outputs
+    ):
+        """Run the core on the current stream; gdn_prefill_forward describes the arguments."""
         tensors = _present(q, k, v, g_cumsum, beta, A, initial_state)
         device = q.get_device()
         try:
-            look = appearance(tensors, scale, block_dv)
+            look = appearance(tensors, scale, block_dv, split)
         except AttributeError:  # something that is no tensor: the check names it
             check_forward(*tensors)
             raise
         layout = self.layouts.get((device, look))
         if layout is None:
-            layout = self.layouts.put((device, look), self._check_layout(tensors, scale, block_dv))
+            layout = self._check_layout(tensors, scale, block_dv, split)
+            self.layouts.put((device, look), layout)
         check_placement(FORWARD_ARGUMENTS, tensors)
         with torch.cuda.device(device):
-            if not reuse_outputs:
-                return self._launch(layout, tensors, _empty_outputs(layout))
+            if not (reuse_outputs or layout.workspaces):
+                return self._launch(layout, tensors, Buffers(_empty_outputs(layout), {}))
+            if torch._C._cuda_isCurrentStreamCapturing():
+                # Memory of the caller's graph: what is cached here may go while that graph lives.
+                return self._launch(layout, tensors, _empty_buffers(layout))
             stream = torch._C._cuda_getCurrentRawStream(device)
+            # A call with fresh outputs has temporaries of its own: a replay by another thread,
+            # which takes no lock, may come between its launches.
+            place = (device, stream, look, reuse_outputs)
             with self._lock:
-                buffers = self.buffers.get((device, stream, look))
+                buffers = self.buffers.get(place)
                 if buffers is None:
-                    buffers = self.buffers.put((device, stream, look), _empty_outputs(layout))
-                if torch._C._cuda_isCurrentStreamCapturing():
-                    return self._launch(layout, tensors, buffers)
+                    buffers = self.buffers.put(place, _empty_buffers(layout, reuse_outputs))
+                if not reuse_outputs:
+                    fresh = Buffers(_empty_outputs(layout), buffers.temporaries)
+                    return self._launch(layout, tensors, fresh)
                 key = (stream, look, addresses(tensors))
                 entry = self.graphs.peek(key)  # replay() has looked before, and counted
                 if entry is None:
@@ -141,9 +177,9 @@ class Runtime:
                 entry.graph = self._capture(layout, tensors, buffers)
                 entry.graph.replay()
                 self.replays += 1
-                return buffers.output, buffers.final_state
+                return buffers.outputs
 
-    def replay(self, q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv):
+    def replay(self, q, k, v, g_cumsum, beta, A, initial_state, scale, block_dv, split):
         """Replay the graph captured for exactly these arguments on this stream, or return None.
 
         The warm path of a call with reused outputs. Everything that was checked is in the graph's
@@ -157,7 +193,7 @@ class Runtime:
             return None
         identity = (
             stream, id(q), id(k), id(v), id(g_cumsum), id(beta), id(A), id(initial_state),
-            scale, block_dv,
+            scale, block_dv, split,
         )  # fmt: skip
         tensors = _present(q, k, v, g_cumsum, beta, A, initial_state)
         try:
@@ -166,7 +202,7 @@ class Runtime:
             guessed = guess is not None and guess.addresses == places and guess.entry.graph
             if guessed:
                 guess.entry.graph.replay()
-            entry = self.graphs.get((stream, appearance(tensors, scale, block_dv), places))
+            entry = self.graphs.get((stream, appearance(tensors, scale, block_dv, split), places))
         except AttributeError:  # something that is no tensor: forward's check names it
             return None
         if entry is None or entry.graph is None:
@@ -175,7 +211,7 @@ class Runtime:
             entry.graph.replay()
             self._remember(identity, tensors, places, entry)
         self.replays += 1
-        return entry.buffers.output, entry.buffers.final_state
+        return entry.buffers.outputs
 
     def _remember(self, identity, tensors, places, entry) -> None:
         """Note which graph serves these tensor objects, for as long as all of them live."""
@@ -204,27 +240,37 @@ class Runtime:
 
     @staticmethod
     def _launch(layout, tensors, buffers) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = (
-            tensors if len(tensors) == len(FORWARD_ARGUMENTS) else (*tensors, layout.absent_state)
-        )
-        layout.launch(*inputs, buffers.output, buffers.final_state, layout.scale)
-        return buffers.output, buffers.final_state
+        inputs, states = tensors[:INPUTS], tensors[INPUTS:]
+        initial_state = states[0] if states else layout.absent_state
+        layout.core(inputs, initial_state, *buffers.outputs, layout.scale, buffers.temporaries)
+        return buffers.outputs
 
-    def _check_layout(self, tensors, scale, block_dv) -> Layout:
-        from .kernels.forward import PASS_CONFIGS, ForwardConfig, forward_kernel
-
+    def _check_layout(self, tensors, scale, block_dv, split) -> Layout:
         shape = check_forward(*tensors)
         check_block_dv(block_dv)
+        factor = check_scale(scale)
         device = tensors[0].device
-        if block_dv is None:
-            block_dv = block_dv_for(shape.B * shape.Hv, sm_count(device))
-        config = ForwardConfig(shape.Hq, shape.Hv, block_dv, len(tensors) == len(FORWARD_ARGUMENTS))
+        plan = core_plan(
+            shape.B, shape.T, shape.Hq, shape.Hv, sm_count(device), block_dv=block_dv, split=split
+        )
         return Layout(
             shape,
             device,
-            check_scale(scale),
-            self.kernel(forward_kernel, config, PASS_CONFIGS),
+            factor,
+            self.core(plan, shape.Hq, shape.Hv, len(tensors) > INPUTS),
+            plan.workspaces(shape.B, shape.Hv),
             torch.empty(1, dtype=torch.float32, device=device),
+        )
+
+    def core(self, plan: CorePlan, heads_q: int, heads_v: int, use_initial_state: bool) -> Core:
+        """The plan with its kernels, compiled on first use."""
+        kernels = core_kernels(plan, heads_q, heads_v, use_initial_state, self.forward_kernel)
+        return Core(
+            plan,
+            {
+                name: self.kernel(kernel.factory, kernel.config, kernel.pass_configs)
+                for name, kernel in kernels.items()
+            },
         )
 
     def kernel(self, factory, config, pass_configs) -> Any:
@@ -237,7 +283,7 @@ class Runtime:
                 self.kernels.put((factory, config), launch)
         return launch
 
-    def _drop_graphs_of(self, buffers: OutputBuffers) -> None:
+    def _drop_graphs_of(self, buffers: Buffers) -> None:
         self.graphs.discard_if(lambda entry: entry.buffers is buffers)
 
     def clear(self) -> None:
@@ -257,7 +303,8 @@ class Runtime:
             self.compiles,
             self.captures,
             self.replays,
-            sum(buffers.bytes for buffers in self.buffers.values()),
+            sum(buffers.output_bytes for buffers in self.buffers.values()),
+            sum(buffers.workspace_bytes for buffers in self.buffers.values()),
         )
 
 
@@ -266,15 +313,14 @@ def _present(*tensors):
     return tensors[:-1] if tensors[-1] is None else tensors
 
 
-def appearance(tensors, scale, block_dv) -> tuple:
+def appearance(tensors, *options) -> tuple:
     """What a call looks like from outside, but for contents and addresses."""
     return (
         tuple([t.shape for t in tensors]),
         tuple([t.dtype for t in tensors]),
         tuple([t.is_contiguous() for t in tensors]),
         torch.is_grad_enabled() and any([t.requires_grad for t in tensors]),
-        scale,
-        block_dv,
+        options,
     )
 
 
@@ -289,12 +335,20 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _empty_outputs(layout: Layout) -> OutputBuffers:
+def _empty_outputs(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     shape = layout.shape
-    return OutputBuffers(
+    return (
         torch.empty(shape.output, dtype=torch.bfloat16, device=layout.device),
         torch.empty(shape.state, dtype=torch.float32, device=layout.device),
     )
+
+
+def _empty_buffers(layout: Layout, with_outputs: bool = True) -> Buffers:
+    temporaries = {
+        name: torch.empty(item.shape, dtype=getattr(torch, item.dtype), device=layout.device)
+        for name, item in layout.workspaces.items()
+    }
+    return Buffers(_empty_outputs(layout) if with_outputs else (), temporaries)
 
 
 def compile_launcher(prim_func, pass_configs):

@@ -1,7 +1,7 @@
 """Every kernel that the package ships, by name: what warm-up compiles and what CI inspects.
 
 A specialisation fixes head counts, tile and states; batch and length are run-time arguments, so a
-new T never compiles, and a new B only where it makes another tile the fastest.
+new B or T compiles only where it makes another tile, or splitting over time, the fastest.
 
     python -m gdn_prefill.specialisations              the shipped ones, by name
     python -m gdn_prefill.specialisations --cases      how many the public cases need, and which
@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from .dispatch import block_dv_for
+from .core import core_kernels
+from .dispatch import PRODUCTS, TILES, core_plan
+from .split import CorePlan, SegmentPlan
 
 # (q/k heads, V heads): the public cases', then Qwen3-Next's 16/32 and its tensor-parallel shards.
 HEADS = (
@@ -35,10 +37,10 @@ HEADS = (
 )
 
 
-# SMs of an H200 or H100 SXM; the tile that a call gets depends on it.
+# SMs of an H200 or H100 SXM; the plan that a call gets depends on it.
 SM_COUNT = 132
-# Batches up to here decide which tiles of a head count are shipped.
-MAX_BATCH = 256
+# Any cut that needs a scan stands for all: lengths and numbers of segments are run-time arguments.
+THREE_SEGMENTS = SegmentPlan(chunks=3, chunks_per_segment=1)
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,45 @@ class Specialisation:
     pass_configs: dict = field(hash=False)
 
 
-def forward_specialisation(
-    heads_q: int, heads_v: int, block_dv: int, use_initial_state: bool
-) -> Specialisation:
-    """The forward kernel for these heads, this tile and with or without an initial state."""
-    from .kernels import forward
-
-    config = forward.ForwardConfig(heads_q, heads_v, block_dv, use_initial_state)
-    return Specialisation(
-        config.name, partial(forward.forward_kernel, config), dict(forward.PASS_CONFIGS)
+def plan_specialisations(
+    plan: CorePlan, heads_q: int, heads_v: int, use_initial_state: bool
+) -> tuple[Specialisation, ...]:
+    """The kernels that a plan launches for these heads."""
+    kernels = core_kernels(plan, heads_q, heads_v, use_initial_state)
+    return tuple(
+        Specialisation(
+            kernel.name, partial(kernel.factory, kernel.config), dict(kernel.pass_configs)
+        )
+        for kernel in kernels.values()
     )
 
 
-def reachable_tiles(heads_v: int, sm_count: int = SM_COUNT) -> list[int]:
-    """The tiles that some batch of up to MAX_BATCH sequences selects."""
-    return sorted({block_dv_for(B * heads_v, sm_count) for B in range(1, MAX_BATCH + 1)})
+def forward_specialisation(
+    heads_q: int, heads_v: int, block_dv: int, use_initial_state: bool
+) -> Specialisation:
+    """The unsplit forward kernel for these heads, this tile, with or without an initial state."""
+    (kernel,) = plan_specialisations(CorePlan(block_dv), heads_q, heads_v, use_initial_state)
+    return kernel
+
+
+def core_specialisations(
+    heads_q: int, heads_v: int, use_initial_state: bool, split: bool = True
+) -> tuple[Specialisation, ...]:
+    """All that a core call of these heads may launch, whatever its batch, length and options.
+
+    That is the forward kernel of every tile and, with `split`, the summary, the scan and the
+    forward kernel over segments of every tile.
+    """
+    plans = [CorePlan(tile) for tile in TILES]
+    if split:
+        plans += [CorePlan(tile, THREE_SEGMENTS, PRODUCTS) for tile in TILES]
+    return tuple(
+        _unique(
+            item
+            for plan in plans
+            for item in plan_specialisations(plan, heads_q, heads_v, use_initial_state)
+        )
+    )
 
 
 def preprocess_specialisations(heads_q: int, heads_v: int) -> tuple[Specialisation, ...]:
@@ -102,9 +128,9 @@ def shipped_specialisations() -> list[Specialisation]:
             for heads_q, heads_v in HEADS
             for item in (
                 *(
-                    forward_specialisation(heads_q, heads_v, tile, state)
-                    for tile in reachable_tiles(heads_v)
+                    kernel
                     for state in (False, True)
+                    for kernel in core_specialisations(heads_q, heads_v, state)
                 ),
                 *preprocess_specialisations(heads_q, heads_v),
                 fused_specialisation(heads_q, heads_v),
@@ -114,14 +140,17 @@ def shipped_specialisations() -> list[Specialisation]:
 
 
 def case_specialisations(cases: Iterable[Any], sm_count: int = SM_COUNT) -> list[Specialisation]:
-    """Those that some cases need; a case has B, Hq, Hv and initial_state (bool)."""
+    """Those that some cases need; a case has B, T, Hq, Hv and initial_state (bool)."""
     return list(
         _unique(
             item
             for case in cases
             for item in (
-                forward_specialisation(
-                    case.Hq, case.Hv, block_dv_for(case.B * case.Hv, sm_count), case.initial_state
+                *plan_specialisations(
+                    core_plan(case.B, case.T, case.Hq, case.Hv, sm_count),
+                    case.Hq,
+                    case.Hv,
+                    case.initial_state,
                 ),
                 fused_specialisation(case.Hq, case.Hv),
             )

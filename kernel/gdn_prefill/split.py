@@ -1,4 +1,4 @@
-"""Host side of the exact split over time: how a sequence is cut, what it needs, what is launched.
+"""Host side of the core: how a sequence is cut, what a split needs, what is launched in what order.
 
 Nothing here imports TileLang or touches a device at import; shapes in, shapes and numbers out. The
 kernels are in kernels/split.py.
@@ -89,11 +89,57 @@ def workspaces(plan: SegmentPlan, B: int, Hv: int, products: int = 3) -> dict[st
 
 
 @dataclass(frozen=True)
+class CorePlan:
+    """How the core runs: in one launch, or split over time in two or three.
+
+    block_dv: state columns of one CTA of the forward launch. cut: the segments of every sequence,
+    None where it is not split. products: those of the scan, None where there is no cut.
+    """
+
+    block_dv: int
+    cut: SegmentPlan | None = None
+    products: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cut is None) != (self.products is None):
+            raise ValueError(
+                f"cut={self.cut} with products={self.products}: a split has both, an unsplit plan "
+                "neither"
+            )
+
+    @property
+    def kind(self) -> str:
+        """ "split" or "unsplit"."""
+        return "unsplit" if self.cut is None else "split"
+
+    @property
+    def segments(self) -> int:
+        return 1 if self.cut is None else self.cut.segments
+
+    @property
+    def chunks_per_segment(self) -> int | None:
+        return None if self.cut is None else self.cut.chunks_per_segment
+
+    def workspaces(self, sequences: int, heads_v: int) -> dict[str, Workspace]:
+        """The temporaries of a call by name; none where nothing is split."""
+        if self.cut is None:
+            return {}
+        return workspaces(self.cut, sequences, heads_v, self.products)
+
+    def workspace_bytes(self, sequences: int, heads_v: int) -> int:
+        """Device memory that a call needs beyond its inputs and outputs."""
+        return sum(item.bytes for item in self.workspaces(sequences, heads_v).values())
+
+
+@dataclass(frozen=True)
 class SplitLaunchers:
-    """The three compiled kernels; each is called with the arguments of its PrimFunc."""
+    """The compiled kernels; each is called with the arguments of its PrimFunc.
+
+    scan may be None where a plan has no scan_steps.
+    """
 
     summary: Callable[..., Any]
-    scan: Callable[..., Any]
+    scan: Callable[..., Any] | None
     forward: Callable[..., Any]
 
 
@@ -151,44 +197,3 @@ def split_launches(
 
     middle = (("scan", scan),) if plan.scan_steps else ()
     return (("summary", summary), *middle, ("forward", forward))
-
-
-@dataclass(frozen=True)
-class SplitTimes:
-    """Microseconds that predict a call: a launch costs fixed + waves of CTAs * chunks * chunk.
-
-    forward_chunk maps block_dv to the time of a chunk of the segmented forward kernel; scan_step is
-    the time of one segment of the scan.
-    """
-
-    summary_fixed: float
-    summary_chunk: float
-    scan_fixed: float
-    scan_step: float
-    forward_fixed: float
-    forward_chunk: Mapping[int, float]
-
-    def predict(self, plan: SegmentPlan, states: int, block_dv: int, sm_count: int) -> float:
-        """Microseconds of the split call of `states` = B * Hv states."""
-        length = plan.chunks_per_segment
-        summary = -(-plan.summary_ctas(states) // sm_count) * length * self.summary_chunk
-        forward_waves = -(-plan.forward_ctas(states, block_dv) // sm_count)
-        forward = forward_waves * length * self.forward_chunk[block_dv]
-        scan = self.scan_fixed + plan.scan_steps * self.scan_step if plan.scan_steps else 0.0
-        return self.summary_fixed + summary + scan + self.forward_fixed + forward
-
-    def best(
-        self, chunks: int, states: int, sm_count: int, max_segments: int = 64
-    ) -> tuple[float, SegmentPlan, int] | None:
-        """(microseconds, plan, block_dv) of the fastest split, or None where none is possible."""
-        lengths = {-(-chunks // segments) for segments in range(2, max_segments + 1)}
-        plans = [SegmentPlan(chunks, length) for length in lengths if length < chunks]
-        choices = [
-            (self.predict(plan, states, block_dv, sm_count), -plan.chunks_per_segment, block_dv)
-            for plan in plans
-            for block_dv in self.forward_chunk
-        ]
-        if not choices:
-            return None
-        time, length, block_dv = min(choices)
-        return time, SegmentPlan(chunks, -length), block_dv

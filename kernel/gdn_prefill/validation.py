@@ -15,7 +15,7 @@ from torch import Tensor
 
 HEAD_DIM = 128
 CHUNK = 64
-BLOCK_DV = (32, 64, 128)
+BLOCK_DV = (64, 128)
 TMA_ALIGNMENT = 16  # bytes; a tensor map's base address
 FORWARD_ARGUMENTS = ("q", "k", "v", "g_cumsum", "beta", "A", "initial_state")
 # Read by TMA or wide loads; the gate and beta are read element by element.
@@ -23,7 +23,8 @@ ALIGNED = frozenset(("q", "k", "v", "A", "initial_state"))
 INT32_MAX = 2**31 - 1
 # Token indices are 32-bit and the last chunk's may run past T.
 MAX_TOKENS = INT32_MAX - CHUNK
-# A grid's x extent is 32-bit and the narrowest tile, 32 columns, makes four CTAs of a state.
+# A grid's x extent is 32-bit and the narrowest tile of any kernel, 32 columns, makes four CTAs of a
+# state.
 MAX_STATES = INT32_MAX // (HEAD_DIM // 32)
 
 

@@ -1,0 +1,118 @@
+"""The kernels behind a CorePlan, and a plan bound to what launches them.
+
+The one place that says which forward kernel is shipped. TileLang is imported when a kernel is
+described, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .split import CorePlan, SplitLaunchers, split_forward
+
+SHIPPED = "resident"
+
+
+class CoreKernel(NamedTuple):
+    """One kernel to compile: the PrimFunc is factory(config)."""
+
+    name: str
+    factory: Callable[[Any], Any]
+    config: Any
+    pass_configs: Mapping
+
+
+def _resident(heads_q: int, heads_v: int, block_dv: int, initial: bool, cut: bool) -> CoreKernel:
+    if cut:
+        return _four_group(heads_q, heads_v, block_dv, initial, cut)
+    from .kernels import resident
+
+    config = resident.ResidentConfig(heads_q, heads_v, block_dv, initial)
+    return CoreKernel(config.name, resident.resident_kernel, config, resident.PASS_CONFIGS)
+
+
+def _four_group(heads_q: int, heads_v: int, block_dv: int, initial: bool, cut: bool) -> CoreKernel:
+    from .kernels import forward, split
+
+    if cut:
+        config = split.segment_forward_config(heads_q, heads_v, block_dv, initial)
+        name = f"segment_{config.name}"
+        return CoreKernel(name, split.segment_forward_kernel, config, split.PASS_CONFIGS)
+    config = forward.ForwardConfig(heads_q, heads_v, block_dv, initial)
+    return CoreKernel(config.name, forward.forward_kernel, config, forward.PASS_CONFIGS)
+
+
+# Forward kernels by name: from (heads_q, heads_v, block_dv, has an initial state, runs over
+# segments) to the kernel.
+FORWARD_KERNELS: Mapping[str, Callable[..., CoreKernel]] = {
+    "resident": _resident,
+    "four_group": _four_group,
+}
+
+
+def core_kernels(
+    plan: CorePlan,
+    heads_q: int,
+    heads_v: int,
+    use_initial_state: bool,
+    forward: str = SHIPPED,
+) -> dict[str, CoreKernel]:
+    """The kernels of a plan in the order of their launches: "summary" and "scan" of a split (no
+    scan with two segments), and "forward", one of FORWARD_KERNELS.
+    """
+    kernels = {}
+    if plan.cut is not None:
+        from .kernels import split
+
+        residual = plan.products == 3
+        summary = split.SummaryConfig(heads_q, heads_v, use_initial_state, residual=residual)
+        kernels["summary"] = CoreKernel(
+            summary.name, split.summary_kernel, summary, split.PASS_CONFIGS
+        )
+        if plan.cut.scan_steps:
+            scan = split.ScanConfig(heads_v, plan.products)
+            kernels["scan"] = CoreKernel(scan.name, split.scan_kernel, scan, split.PASS_CONFIGS)
+    kernels["forward"] = FORWARD_KERNELS[forward](
+        heads_q, heads_v, plan.block_dv, use_initial_state, plan.cut is not None
+    )
+    return kernels
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """A plan with a launcher for each of its core_kernels()."""
+
+    plan: CorePlan
+    launchers: Mapping[str, Callable[..., Any]]
+
+    def __call__(
+        self,
+        inputs: tuple,
+        initial_state: Any,
+        output: Any,
+        final_state: Any,
+        scale: float,
+        temporaries: Mapping[str, Any],
+    ) -> None:
+        """Launch everything on the current stream; nothing is allocated, all can be captured.
+
+        inputs: q, k, v, g_cumsum, beta, A. initial_state: the tensor, or a one-element dummy of
+        kernels built without it. temporaries: tensors of plan.workspaces(); what they hold is
+        neither read nor kept.
+        """
+        forward = self.launchers["forward"]
+        if self.plan.cut is None:
+            forward(*inputs, initial_state, output, final_state, scale)
+            return
+        split_forward(
+            SplitLaunchers(self.launchers["summary"], self.launchers.get("scan"), forward),
+            self.plan.cut,
+            temporaries,
+            inputs,
+            initial_state,
+            output,
+            final_state,
+            scale,
+        )
