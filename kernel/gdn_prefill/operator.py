@@ -148,6 +148,28 @@ def chunk_gated_delta_rule(
     return run(x, options, backend).returned(options)
 
 
+def declined(*, backend: str = "auto", **arguments) -> str | None:
+    """Why chunk_gated_delta_rule would refuse these arguments, given by name; None if it runs.
+
+    Looks at what the host knows, launches nothing.
+    """
+    operands = {name: arguments.pop(name, None) for name in Operands._fields}
+    settings = {
+        name: arguments.pop(name) for name in check_options.__kwdefaults__ if name in arguments
+    }
+    try:
+        refuse_unsupported(arguments)
+        x, options = Operands(**operands), check_options(**settings)
+        check_operands(x, options)
+        if implementation(backend, x.q.device) is run_torch:
+            return None
+    except (TypeError, ValueError) as error:
+        return str(error)
+    from .operator_cuda import unsupported
+
+    return unsupported(x, options)
+
+
 def run(x: Operands, options: Options, backend: str) -> Results:
     """Checks the tensors, allocates what is missing and runs the chosen implementation."""
     shape = check(x, options)

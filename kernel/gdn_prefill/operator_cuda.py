@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,11 @@ from .operator_results import Results
 from .operator_validation import Operands, OperatorShape, Options
 from .validation import CHUNK
 
+if TYPE_CHECKING:
+    from .specialisations import Specialisation
+    from .variants import Usage
+
+NO_KERNEL = "the forward kernel of the operator is not in this build; pass backend='torch'"
 NORMS = ("query_norm", "key_norm")
 # Shape and dtype of every temporary of a call, by name.
 Specification = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -68,10 +74,19 @@ def launch_forward(
 
     An empty sequence's state is copied, and left alone where both states are the same memory.
     """
-    raise NotImplementedError(
-        "the Hopper kernel of the operator's forward pass is not in this build; "
-        "pass backend='torch'"
-    )
+    raise NotImplementedError(NO_KERNEL)
+
+
+def unsupported(x: Operands, options: Options) -> str | None:
+    """Why the kernels cannot run a checked call, or None."""
+    return NO_KERNEL
+
+
+def forward_specialisations(
+    heads_q: int, heads_v: int, dtype: str, usage: Usage
+) -> tuple[Specialisation, ...]:
+    """The kernels that launch_forward may launch for such calls, whatever their sizes."""
+    return ()
 
 
 def run_cuda(
@@ -84,15 +99,19 @@ def run_cuda(
     """Fills the results of a checked call; without a workspace it comes from torch's allocator.
 
     q, k and v that are neither contiguous nor views the kernels can read, g and beta that are not
-    contiguous and A_log and dt_bias that are not fp32 are copied first.
+    contiguous and A_log and dt_bias that are not fp32 are copied first. Raises NotImplementedError
+    for what the kernels do not support.
     """
     from .preprocess import prepare_operator
 
+    reason = unsupported(x, options)
+    if reason is not None:
+        raise NotImplementedError(reason)
     with torch.cuda.device(x.q.device):
         x = readable(x)
         if workspace is None:
             workspace = new_workspace(workspaces(shape, options, x.q.dtype), x.q.device)
-        A, gate, beta = workspace["A"], workspace["gate"], workspace["beta"]
+        A, gate, beta = (workspace[name] for name in ("A", "gate", "beta_out"))
         query_norm, key_norm = (workspace.get(name) for name in NORMS)
         prepare_operator(
             x.k,

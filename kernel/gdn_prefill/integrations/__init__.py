@@ -1,0 +1,1 @@
+"""Adapters that put the operator behind the interfaces of other packages."""
