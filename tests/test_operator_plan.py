@@ -1,0 +1,293 @@
+"""Plans and the launch path, with the portable implementation or stand-ins for the two launches."""
+
+import contextlib
+
+import pytest
+import torch
+from test_operator import HQ, HV, D, cu, states, tokens
+
+import gdn_prefill
+from gdn_prefill import chunk_gated_delta_rule, operator_cuda, plans, preprocess
+from gdn_prefill.operator_results import Results
+from gdn_prefill.operator_torch import run_torch
+from gdn_prefill.operator_validation import Operands, OperatorShape, Options
+
+
+class StandIn:
+    """The two launches on the CPU, and graphs that call again what they recorded.
+
+    The first launch marks its tables, the second checks that it is given them and computes with the
+    portable implementation from the operands that the first was given.
+    """
+
+    def __init__(self):
+        self.launches = []
+        self.captures = 0
+        self.replays = 0
+
+    def prepare(self, k, g, beta, A, gate, beta_out, *, cu_seqlens, **named):
+        self.launches.append("prepare")
+        for table in (A, gate, beta_out, named["query_norm"], named["key_norm"]):
+            if table is not None:
+                table.fill_(1)
+        self.prepared = (k, g, beta, cu_seqlens, named)
+
+    def forward(
+        self, q, k, v, gate, beta, A, query_norm, key_norm, cu_seqlens, initial_state,
+        initial_rows, output, final_state, final_rows, states, states_starts, *,
+        scale, states_every, states_before, state_v_first, batch_invariant,
+    ):  # fmt: skip
+        self.launches.append("forward")
+        B, T, Hv, _ = v.shape
+        for table, shape in ((gate, (B, Hv, T)), (beta, (B, Hv, T)), (A, (B, T, Hv, 64))):
+            assert table.shape == shape and (table == 1).all()
+        prepared_k, g, raw_beta, prepared_cu, named = self.prepared
+        assert prepared_k is k and prepared_cu is cu_seqlens
+        norms = (query_norm, key_norm)
+        assert [n is None for n in norms] == [named["q"] is None] * 2
+        N = B if cu_seqlens is None else len(cu_seqlens) - 1
+        options = Options(
+            named["gate_mode"], query_norm is not None, named["beta_mode"] != "plain",
+            named["beta_mode"] == "twice_sigmoid", scale, final_state is not None, state_v_first,
+            output_h=states_before, checkpoint_every=0 if states_before else states_every,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
+        # run_torch has one set of rows; read the initial rows here, let it write the final ones.
+        if initial_state is not None and initial_rows is not None:
+            initial_state = initial_state[initial_rows.clamp(min=0)].clone()
+            initial_state[initial_rows < 0] = 0
+        own = torch.zeros(N, Hv, D, D) if final_state is not None else None
+        x = Operands(
+            q, k, v, g, raw_beta, initial_state, cu_seqlens, named["A_log"], named["dt_bias"],
+            checkpoint_cu_starts=states_starts, state_checkpoints=states,
+        )  # fmt: skip
+        shape = OperatorShape(B, T, q.shape[2], Hv, N, cu_seqlens is not None)
+        run_torch(x, Results(output, own, states), options, shape)
+        if final_state is not None:
+            rows = range(N) if final_rows is None else final_rows.tolist()
+            for n, row in enumerate(rows):
+                if row >= 0:
+                    final_state[row] = own[n]
+
+    def record(self, device, launch):
+        self.captures += 1
+
+        class Graph:
+            @staticmethod
+            def replay():
+                self.replays += 1
+                launch()
+
+        return Graph()
+
+
+@pytest.fixture
+def standin(monkeypatch):
+    it = StandIn()
+    monkeypatch.setattr(preprocess, "prepare_operator", it.prepare)
+    monkeypatch.setattr(operator_cuda, "launch_forward", it.forward)
+    monkeypatch.setattr(operator_cuda, "unsupported", lambda x, options: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(plans, "implementation", lambda backend, device: operator_cuda.run_cuda)
+    monkeypatch.setattr(plans, "record", it.record)
+    monkeypatch.setattr(
+        "gdn_prefill.operator.implementation", lambda backend, device: operator_cuda.run_cuda
+    )
+    return it
+
+
+PACKED = cu(0, 40, 40, 130, 190)
+
+
+def calls():
+    """Operands and options that take every path of the launches, by name."""
+    pool = states(7)
+    slots = torch.tensor([5, 1, -1, 0])
+    raw = {"use_gate_in_kernel": True, "A_log": torch.zeros(HV), "dt_bias": torch.ones(HV)}
+    return {
+        "dense": {"output_final_state": True, "use_qk_l2norm_in_kernel": True},
+        "raw": raw | {"output_final_state": True},
+        "bf16 parameters": raw | {"A_log": torch.zeros(HV, dtype=torch.bfloat16)},
+        "beta": {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True, "scale": 0.2},
+        "linear": {"gate": "linear", "batch_invariant": True},
+        "h": {"output_h": True, "cu_seqlens": PACKED, "state_v_first": True},
+        "dense h": {"output_h": True},
+        "checkpoints": {
+            "checkpoint_every_n_tokens": 64,
+            "state_checkpoints": torch.zeros(2, HV, D, D),
+        },
+        "pool": {
+            "cu_seqlens": PACKED,
+            "state_indices": slots,
+            "initial_state": pool,
+            "output_state": pool,
+        },
+        "read pool": {
+            "cu_seqlens": PACKED,
+            "state_indices": slots,
+            "initial_state": pool,
+            "output_final_state": True,
+        },
+        "write pool": {"cu_seqlens": PACKED, "state_indices": slots, "output_state": pool},
+    }
+
+
+def copied(named):
+    """The same options with tensors of their own; one that is used twice stays one."""
+    copies = {id(t): t.clone() for t in named.values() if isinstance(t, torch.Tensor)}
+    return {name: copies.get(id(t), t) for name, t in named.items()}
+
+
+@pytest.mark.parametrize("name", calls())
+def test_the_launches_get_what_they_need(standin, name):
+    x, named = tokens(190), calls()[name]
+    if named.get("gate") == "linear":
+        x = (*x[:3], x[3].exp(), x[4])
+    ours, theirs = copied(named), copied(named)
+    actual = chunk_gated_delta_rule(*x, backend="cuda", **ours)
+    assert standin.launches == ["prepare", "forward"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gdn_prefill.operator.implementation", lambda backend, device: run_torch)
+        expected = chunk_gated_delta_rule(*x, **theirs)
+    rows = slice(0, 4) if "output_h" in named else slice(None)
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            a, b = (t[0, rows] if t.dim() == 5 else t for t in (a, b))
+            torch.testing.assert_close(a, b)
+    for key in ("output_state", "state_checkpoints"):
+        if key in ours:
+            torch.testing.assert_close(ours[key], theirs[key])
+
+
+def test_views_are_copied_before_the_launches(standin):
+    q, k, v, g, beta = tokens(100)
+    wide = torch.cat((q, k), dim=2)
+    q, k = wide.split(HQ, dim=2)
+    output, _ = chunk_gated_delta_rule(q, k, v, g, beta, backend="cuda")
+    assert torch.equal(output, chunk_gated_delta_rule(*tokens(100), backend="cuda")[0])
+
+
+def test_a_plan_checks_once_captures_once_and_replays(standin):
+    plan = gdn_prefill.plan(HQ, HV, 190, sequences=4, output_final_state=True)
+    x = tokens(190)
+    bounds = PACKED.clone()
+    run = [plan.run(*x, cu_seqlens=bounds) for _ in range(4)]
+    assert (standin.captures, standin.replays) == (1, 3)
+    assert all(a is b for other in run for a, b in zip(other, run[0], strict=True))
+    # New contents of the same tensors, the lengths included, are computed anew.
+    bounds.copy_(cu(0, 10, 100, 101, 150))
+    x[2].neg_()
+    output, state = plan.run(*x, cu_seqlens=bounds)
+    expected = chunk_gated_delta_rule(
+        *x, output_final_state=True, cu_seqlens=bounds, backend="cuda"
+    )
+    assert torch.equal(output[:, :150], expected[0][:, :150])
+    assert torch.equal(state, expected[1])
+    assert standin.captures == 1
+
+
+def test_a_plan_allocates_nothing_when_warm(standin, monkeypatch):
+    plan = gdn_prefill.plan(HQ, HV, 70, use_qk_l2norm_in_kernel=True, output_final_state=True)
+    x = tokens(70)
+    plan.run(*x)
+
+    def refuse(*sizes, **named):
+        raise AssertionError("allocated")
+
+    seen = {id(t) for t in plan.workspace.values()}
+    monkeypatch.setattr(operator_cuda, "new_workspace", refuse)
+    monkeypatch.setattr(plans, "new_workspace", refuse)
+    output, state = plan.run(*x)
+    assert plan.run(*x)[0] is output
+    assert {id(t) for t in plan.workspace.values()} == seen
+
+
+def test_a_plan_serves_other_addresses_and_buffers(standin):
+    plan = gdn_prefill.plan(HQ, HV, 70, output_final_state=True)
+    first = plan.run(*tokens(70))
+    output = torch.empty_like(first[0])
+    final = states(1)
+    given = plan.run(*tokens(70, seed=3), output=output, output_state=final)
+    assert given[0] is output and given[1] is final
+    assert torch.equal(output, chunk_gated_delta_rule(*tokens(70, seed=3), backend="cuda")[0])
+
+
+def test_capture_keeps_its_operands(standin):
+    plan = gdn_prefill.plan(HQ, HV, 70)
+    captured = plan.capture(*tokens(70))
+    captured.operands.v.mul_(2)
+    output, _ = captured.replay()
+    assert torch.equal(output, chunk_gated_delta_rule(*captured.operands[:5], backend="cuda")[0])
+
+
+def test_workspace_is_what_the_issue_allows(standin):
+    tokens_, heads_q, heads_v = 4096, 2, 8
+    plan = gdn_prefill.plan(heads_q, heads_v, tokens_, use_qk_l2norm_in_kernel=True)
+    per_token = plan.bytes_per_token
+    assert per_token["A"] == heads_v * 64 * 2
+    assert per_token["gate"] == per_token["beta_out"] == heads_v * 4
+    assert per_token["query_norm"] == per_token["key_norm"] == heads_q * 4
+    assert plan.workspace_bytes == tokens_ * sum(per_token.values())
+    text = str(plan)
+    assert str(plan.workspace_bytes) in text and all(name in text for name in per_token)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda x: tokens(71), "T=71"),
+        (lambda x: tokens(70, heads=(1, 4)), "Hq=1"),
+        (lambda x: tokens(70, dtype=torch.float16), "float16"),
+        (lambda x: (*x[:3], x[3].mT.contiguous().mT, x[4]), "g with dtype .* copied"),
+        (lambda x: (None, *x[1:]), "q is None"),
+        (lambda x: ([1], *x[1:]), "q is a list"),
+    ],
+)
+def test_a_plan_refuses_other_calls(standin, change, problem):
+    plan = gdn_prefill.plan(HQ, HV, 70)
+    with pytest.raises((TypeError, ValueError), match=problem):
+        plan.run(*change(tokens(70)))
+    assert not standin.launches
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"heads_q": 3}, "multiple"),
+        ({"tokens": 0}, "tokens"),
+        ({"batch": 2, "sequences": 3}, "batch"),
+        ({"dtype": torch.float32}, "dtype"),
+        ({"gate": "exp"}, "gate"),
+        ({"sequences": True}, "sequences"),
+        ({"backend": "cuda"}, "backend"),
+    ],
+)
+def test_a_plan_is_checked_when_it_is_made(arguments, problem):
+    named = {"heads_q": HQ, "heads_v": HV, "tokens": 70, "device": "cpu"} | arguments
+    with pytest.raises((TypeError, ValueError), match=problem):
+        gdn_prefill.plan(**named)
+
+
+def test_a_plan_on_the_cpu():
+    plan = gdn_prefill.plan(HQ, HV, 190, sequences=4, output_final_state=True, device="cpu")
+    x = tokens(190)
+    bounds = PACKED.clone()
+    for _ in range(3):
+        output, state = plan.run(*x, cu_seqlens=bounds)
+    expected = chunk_gated_delta_rule(*x, output_final_state=True, cu_seqlens=bounds)
+    assert torch.equal(output, expected[0]) and torch.equal(state, expected[1])
+    assert plan.workspace_bytes == 0
+    bounds[-1] = 191
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        plan.run(*x, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="captured"):
+        plan.capture(*x, cu_seqlens=PACKED)
+
+
+def test_without_the_kernel_cuda_says_so(standin, monkeypatch):
+    monkeypatch.setattr(operator_cuda, "unsupported", lambda x, options: "no such kernel")
+    with pytest.raises(NotImplementedError, match="no such kernel"):
+        chunk_gated_delta_rule(*tokens(70), backend="cuda")
+    assert not standin.launches
