@@ -10,7 +10,7 @@ IGNORED = frozenset({
     "set_max_nreg", "no_set_max_nreg", "warpgroup_fence_operand", "warpgroup_arrive",
     "warpgroup_commit_batch",
     "annotate_producer_reg_dealloc", "annotate_consumer_reg_alloc", "tma_store_arrive",
-    "fence_barrier_init", "pdl_sync", "pdl_trigger",
+    "fence_barrier_init", "pdl_sync", "pdl_trigger", "assume",
 })  # fmt: skip
 SPLITTING = frozenset({
     "mbarrier_wait_parity", "tvm_storage_sync", "copy", "gemm", "wgmma_gemm", "fill", "reduce",
