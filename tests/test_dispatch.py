@@ -221,6 +221,12 @@ def test_the_packaged_model_says_where_it_comes_from():
     assert model.provenance["device"]
 
 
+def test_the_model_is_part_of_what_is_installed():
+    """setuptools takes a file that is no module into the package only where it is listed."""
+    listed = (KERNEL.parent / "MANIFEST.in").read_text().splitlines()
+    assert "include kernel/gdn_prefill/cost_model.json" in listed
+
+
 def test_a_model_survives_being_written(tmp_path):
     path = tmp_path / "model.json"
     path.write_text(MODEL.to_json())
