@@ -1,6 +1,7 @@
 """The operator on the portable path: what its options promise, and what it refuses."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,6 +213,19 @@ def test_long_keys_under_strong_decay():
     assert relative(state[0], expected.final_states[0]) < 1e-5
 
 
+def test_the_norm_of_tiny_and_zero_vectors():
+    """The 1e-6 under the root is part of the definition: it decides what tiny keys count."""
+    q, k, v, g, beta = tokens(70)
+    q, k = q * 1e-3, k * 1e-3
+    k[:, 5] = 0
+    output, state = chunk_gated_delta_rule(
+        q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True
+    )
+    expected = gated_delta_rule(q, k, v, g, beta, use_qk_l2norm=True)
+    assert relative(output, expected.output) < 3e-3
+    assert relative(state[0], expected.final_states[0]) < 1e-5
+
+
 def test_views_of_a_fused_projection():
     T, parts = 100, (HQ * D, HQ * D, HV * D)
     mixed = torch.randn(1, T, sum(parts)).to(torch.bfloat16)
@@ -395,6 +409,14 @@ def test_harmless_options_of_fla_are_accepted():
         *x, cu_seqlens_cpu=None, chunk_indices=torch.zeros(2, 2), chunk_size=64, head_first=False
     )[0]
     assert torch.equal(actual, expected)
+
+
+def test_every_argument_is_documented():
+    page = (Path(__file__).resolve().parents[1] / "docs" / "api.md").read_text()
+    for name in inspect.signature(chunk_gated_delta_rule).parameters:
+        if name != "unsupported":
+            assert f"`{name}`" in page, name
+            assert name in chunk_gated_delta_rule.__doc__
 
 
 def test_lazy_export():

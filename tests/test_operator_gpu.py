@@ -211,6 +211,17 @@ def test_long_keys_under_strong_decay():
     assert relative(state[0].cpu(), expected.final_states[0]) < TOLERANCE
 
 
+def test_the_norm_of_tiny_and_zero_vectors():
+    q, k, v, g, beta = tokens(70)
+    q, k = q * 1e-3, k * 1e-3
+    k[:, 5] = 0
+    named = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    expected = gated_delta_rule(q, k, v, g, beta, use_qk_l2norm=True)
+    output, state = chunk_gated_delta_rule(*on_gpu((q, k, v, g, beta)), **named)
+    assert relative(output.cpu(), expected.output) < TOLERANCE
+    assert relative(state[0].cpu(), expected.final_states[0]) < TOLERANCE
+
+
 def test_long_packed_sequences_against_the_portable_path():
     """The time-contiguous tables' offsets in a packed row of many thousand tokens."""
     bounds = cu(0, 2048, 2049, 2049, 6500, 9000)

@@ -92,7 +92,7 @@ def chunk_gated_delta_rule(
         batch_invariant: fix the algorithm, so that a sequence's result depends on itself alone.
         backend: "auto" (the Hopper kernels where they can run, else torch), "cuda" or "torch".
         reuse_outputs: return tensors owned by the package, valid until the next such call of the
-            same layout and stream; such calls replay a CUDA Graph from the third one on.
+            same layout and stream; from the second with the same addresses on, a CUDA Graph replay.
 
     Returns:
         (output [B, T, Hv, 128] of q's dtype, final state or None), and h after them if asked for.
