@@ -299,41 +299,38 @@ def store_key_norms(config, outputs, place, thread, tiles, tile):
 
 
 @T.macro
-def store_query_norms(config, inputs, outputs, place, thread, tile, query):
-    """Square the queries of the tile-th q/k head of an item, four threads a row.
-
-    query: elements, all loaded before the first is used; square: the thread's part of a row.
-    """
+def fetch_queries(config, q, place, thread, tile, elements):
+    """elements = this thread's part of the tile-th q/k head's queries, four threads a row."""
     head = T.truncdiv(place.group * SLOTS, config.group) + tile
-    part = thread % QUERY_LANES
     row = place.first + thread // QUERY_LANES
     if owns(config, place, head):
         for lap in tuple(range(QUERY_LAPS)):
             for piece in tuple(range(QUERY_PIECES)):
                 for v in T.vectorized(VECTOR):
-                    query.elements[(lap * QUERY_PIECES + piece) * VECTOR + v] = inputs.q[
+                    elements[(lap * QUERY_PIECES + piece) * VECTOR + v] = q[
                         place.row,
                         T.min(row + lap * QUERY_ROWS, place.end - 1),
                         head,
-                        (piece * QUERY_LANES + part) * VECTOR + v,
+                        (piece * QUERY_LANES + thread % QUERY_LANES) * VECTOR + v,
                     ]
+
+
+@T.macro
+def store_query_norms(config, query_norm, place, thread, tile, elements, square):
+    """Square what fetch_queries has loaded; square is a scalar of the thread."""
+    head = T.truncdiv(place.group * SLOTS, config.group) + tile
+    token = place.first + thread // QUERY_LANES
+    if owns(config, place, head):
         for lap in tuple(range(QUERY_LAPS)):
-            query.square[0] = 0.0
+            square[0] = 0.0
             for e in T.unroll(QUERY_PIECES * VECTOR):
-                query.square[0] += T.cast(
-                    query.elements[lap * QUERY_PIECES * VECTOR + e], "float32"
-                ) * T.cast(query.elements[lap * QUERY_PIECES * VECTOR + e], "float32")
-            for distance in (1, 2):
-                query.square[0] = query.square[0] + T.shfl_xor(query.square[0], distance)
-            if part == 0 and row + lap * QUERY_ROWS < place.end:
-                store_norm(
-                    config,
-                    outputs.query_norm,
-                    place,
-                    head,
-                    row + lap * QUERY_ROWS,
-                    query.square[0],
+                square[0] += T.cast(elements[lap * QUERY_PIECES * VECTOR + e], "float32") * T.cast(
+                    elements[lap * QUERY_PIECES * VECTOR + e], "float32"
                 )
+            for distance in (1, 2):
+                square[0] = square[0] + T.shfl_xor(square[0], distance)
+            if thread % QUERY_LANES == 0 and token + lap * QUERY_ROWS < place.end:
+                store_norm(config, query_norm, place, head, token + lap * QUERY_ROWS, square[0])
 
 
 @T.macro
@@ -736,6 +733,8 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
             find(inputs.cu_seqlens, T.truncdiv(following, groups), search, tiles.found, slot)
         else:
             locate(config, following, groups, chunks, tiles.found, slot, ahead_local)
+        if config.l2norm:
+            fetch_queries(config, inputs.q, here, thread, 0, query.elements)
         activate(config, raw, gates)
         scan_gates(tiles, warp, lane, gates, scan, span_decay)
         if outputs.sums is not None:
@@ -744,7 +743,11 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
             store_gates(config, outputs, here, warp, lane, gates, scan)
         if config.l2norm:
             for key in tuple(range(key_count)):
-                store_query_norms(config, inputs, outputs, here, thread, key, query)
+                store_query_norms(
+                    config, outputs.query_norm, here, thread, key, query.elements, query.square
+                )
+                if key + 1 < key_count:
+                    fetch_queries(config, inputs.q, here, thread, key + 1, query.elements)
         for key in tuple(range(key_count)):
             T.barrier_wait(
                 k_loaded[key % stages],
