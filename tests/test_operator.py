@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import gdn_prefill
-from gdn_prefill import chunk_gated_delta_rule
+from gdn_prefill import chunk_gated_delta_rule, operator_torch
 from reference.chunked import gdn_chunked
 from reference.operator import gated_delta_rule
 
@@ -251,6 +251,17 @@ def test_a_sequence_does_not_depend_on_its_batch():
     for n, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         assert torch.equal(output[:, start:end], alone[n][0])
         assert torch.equal(state[n : n + 1], alone[n][1])
+
+
+def test_sequences_run_alone_where_batches_must_not_matter(monkeypatch):
+    members = []
+    run = operator_torch._run_sequences
+    monkeypatch.setattr(
+        operator_torch, "_run_sequences", lambda *x: members.append(x[0]) or run(*x)
+    )
+    for invariant in (False, True):
+        chunk_gated_delta_rule(*tokens(9, B=3), batch_invariant=invariant)
+    assert members == [[0, 1, 2], [0], [1], [2]]
 
 
 @pytest.mark.parametrize("cut", [64, 128, 192])

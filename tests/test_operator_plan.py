@@ -27,6 +27,9 @@ class StandIn:
 
     def prepare(self, k, g, beta, A, gate, beta_out, *, cu_seqlens, **named):
         self.launches.append("prepare")
+        parameters = [named[name] for name in ("A_log", "dt_bias") if named[name] is not None]
+        assert all(t.is_contiguous() for t in (k, g, beta, *parameters))
+        assert all(t.dtype == torch.float32 for t in parameters)
         for table in (A, gate, beta_out, named["query_norm"], named["key_norm"]):
             if table is not None:
                 table.fill_(1)
@@ -206,7 +209,11 @@ def test_a_plan_allocates_nothing_when_warm(standin, monkeypatch):
 
 def test_a_plan_serves_other_addresses_and_buffers(standin):
     plan = gdn_prefill.plan(HQ, HV, 70, output_final_state=True)
-    first = plan.run(*tokens(70))
+    kept = tokens(70), tokens(70, seed=2)
+    for x in (*kept, *kept, *kept):
+        first = plan.run(*x)
+        assert torch.equal(first[0], chunk_gated_delta_rule(*x, backend="cuda")[0])
+    assert standin.captures == 2
     output = torch.empty_like(first[0])
     final = states(1)
     given = plan.run(*tokens(70, seed=3), output=output, output_state=final)
