@@ -21,6 +21,15 @@ halves of 8 rows: within a half the decay is left out and multiplied in afterwar
 intermediate grows by more than 8 rows of undecayed keys however long the key vectors are.
 
 Rows past T have beta = 0; the TMA stores drop them, and heads past Hv likewise.
+
+Two entries share this: ``fused_preprocess_kernel`` for the lab's g_cumsum and A, and
+``operator_preprocess_kernel`` for the full operator, whose options are decided at compile time:
+
+    gate, beta   ``activate`` makes the log decay and beta of what the model hands over
+    l2norm       G is scaled by the keys' norms, which are its own diagonal, before it is rounded to
+                 fp16; queries are only squared and summed
+    packed       ``preprocess_packed`` finds the items; keys of the next sequence that a tail's load
+                 brings along are zeroed, as 0 times NaN is not 0, and a tail is stored row by row
 """
 
 from types import SimpleNamespace
