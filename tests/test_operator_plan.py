@@ -1,6 +1,7 @@
 """Plans and the launch path, with the portable implementation or stand-ins for the two launches."""
 
 import contextlib
+import inspect
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from gdn_prefill import chunk_gated_delta_rule, operator_cuda, plans, preprocess
 from gdn_prefill.operator_results import Results
 from gdn_prefill.operator_torch import run_torch
 from gdn_prefill.operator_validation import Operands, OperatorShape, Options
+
+PREPARE = inspect.signature(preprocess.prepare_operator)
 
 
 class StandIn:
@@ -25,8 +28,11 @@ class StandIn:
         self.captures = 0
         self.replays = 0
 
-    def prepare(self, k, g, beta, A, gate, beta_out, *, cu_seqlens, **named):
+    def prepare(self, *operands, **named):
+        PREPARE.bind(*operands, **named)
         self.launches.append("prepare")
+        k, g, beta, A, gate, beta_out = operands
+        cu_seqlens = named["cu_seqlens"]
         parameters = [named[name] for name in ("A_log", "dt_bias") if named[name] is not None]
         assert all(t.is_contiguous() for t in (k, g, beta, *parameters))
         assert all(t.dtype == torch.float32 for t in parameters)

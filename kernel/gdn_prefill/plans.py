@@ -302,12 +302,7 @@ def record(device: torch.device, launch: Callable[[], None]) -> torch.cuda.CUDAG
 
 def _identity(x: Operands) -> tuple:
     """All that a call's checks and its graph depend on."""
-    present = [t for t in x if t is not None]
     return (
-        tuple([t is None for t in x]),
-        tuple([t.data_ptr() for t in present]),
-        tuple([t.shape for t in present]),
-        tuple([t.dtype for t in present]),
-        tuple([t.stride() for t in present]),
-        torch.is_grad_enabled() and any([t.requires_grad for t in present]),
+        torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in x]),
+        tuple([None if t is None else (t.data_ptr(), t.shape, t.dtype, t.stride()) for t in x]),
     )
