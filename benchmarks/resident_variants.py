@@ -72,7 +72,6 @@ SLOPES = {"slope": ("slope_short", "slope_long"), "full": ("full_short", "wide_g
 
 CHAIN_SHAPES = ("chain_equal", "slope_short", "slope_long")
 FULL_SHAPES = ("full_short", "wide_gva_state")
-LONG_SHAPES = ("long_low_gva", "batch_split_gva")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,18 +84,14 @@ class Variant:
     bare: bool = False
 
 
-BARE = {"shadow_fences": False}
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant("dv64", {}, (*CHAIN_SHAPES, *LONG_SHAPES, "parallel_equal", *FULL_SHAPES)),
-        Variant("dv64_bare", BARE, (*CHAIN_SHAPES, "parallel_equal", *FULL_SHAPES), bare=True),
-        Variant("dv64_bare_early", {**BARE, "early_publish": True}, CHAIN_SHAPES, bare=True),
-        Variant("dv64_bare_rolled", {**BARE, "unrolled": ()}, CHAIN_SHAPES, bare=True),
-        Variant(
-            "dv64_bare_output", {**BARE, "unrolled": ("state", "output")}, CHAIN_SHAPES, bare=True
-        ),
+        Variant("dv64", {}, (*CHAIN_SHAPES, *FULL_SHAPES)),
+        Variant("dv64_bare", {}, (*CHAIN_SHAPES, "parallel_equal", *FULL_SHAPES), bare=True),
+        Variant("dv64_late", {"early_factors": False}, CHAIN_SHAPES),
         Variant("dv128", {"block_dv": 128}, FULL_SHAPES),
+        Variant("dv128_bare", {"block_dv": 128}, FULL_SHAPES, bare=True),
     )
 }
 
@@ -109,6 +104,7 @@ CHECKS = (
     (2, 1025, "mixed"),
     (1, 449, "zero"),
     (1, 4096, "decay"),
+    (1, 2048, "mixed"),
 )
 EXACT_GATES = ("decay", "mixed")  # those whose every element must be within TOLERANCE
 

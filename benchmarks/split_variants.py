@@ -381,14 +381,14 @@ def gpu() -> bool:
 def run_worker(arguments: list[str], timeout: float) -> tuple[list[dict], str | None]:
     """Events of one worker, and why it ended badly, if so. timeout: seconds without an event."""
     process = subprocess.Popen(
-        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, bufsize=0
     )
     os.set_blocking(process.stdout.fileno(), False)
     events: list[dict] = []
     pending, heard = "", time.monotonic()
     while True:
         ended = process.poll() is not None
-        text = process.stdout.read() or ""
+        text = (process.stdout.read() or b"").decode()
         if text:
             heard = time.monotonic()
             *lines, pending = (pending + text).split("\n")

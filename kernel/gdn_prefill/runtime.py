@@ -28,6 +28,7 @@ import torch
 from .caches import BoundedCache, CacheInfo
 from .core import SHIPPED, Core, core_kernels
 from .dispatch import core_plan
+from .lowering import lowering
 from .split import CorePlan, Workspace
 from .validation import (
     FORWARD_ARGUMENTS,
@@ -355,9 +356,10 @@ def compile_launcher(prim_func, pass_configs):
     """Compile a PrimFunc for Hopper; returns what launches it on torch's current stream."""
     import tilelang
 
-    kernel = tilelang.compile(
-        prim_func, target={"kind": "cuda", "arch": "sm_90a"}, pass_configs=pass_configs
-    )
+    with lowering(pass_configs) as configs:
+        kernel = tilelang.compile(
+            prim_func, target={"kind": "cuda", "arch": "sm_90a"}, pass_configs=configs
+        )
     # The compiled entry itself: the adapter around it re-derives shapes on every call, 3.6 us more
     # on an H200 host. From the compile cache it is a loaded module, newly built it has to be
     # linked.

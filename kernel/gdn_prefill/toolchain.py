@@ -35,6 +35,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .lowering import lowering
+
 ARCHITECTURE = "sm_90a"
 TARGET: dict[str, str] = {"kind": "cuda", "arch": ARCHITECTURE}
 
@@ -250,7 +252,8 @@ def compile_for_hopper(prim_func, pass_configs: PassConfigs | None = None):
     if find_nvcc() is None:
         raise MissingToolError("nvcc is not installed (looked in PATH, CUDA_HOME and CUDA_PATH)")
     try:
-        return tilelang.compile(prim_func, target=TARGET, pass_configs=dict(pass_configs or {}))
+        with lowering(pass_configs) as configs:
+            return tilelang.compile(prim_func, target=TARGET, pass_configs=configs)
     except Exception as error:
         raise ToolchainError(
             f"compilation for {ARCHITECTURE} failed: {_tail(str(error))}"
@@ -277,10 +280,13 @@ def generate(prim_func, pass_configs: PassConfigs | None = None) -> Generated:
     tilelang = _quiet_tilelang()
     from tilelang import tvm
 
-    configs = _normalised(pass_configs)
-    context = tvm.transform.PassContext(opt_level=3, config=configs)
     try:
-        with _silenced_stderr(), tvm.target.Target(TARGET), context:
+        with (
+            lowering(_normalised(pass_configs)) as configs,
+            _silenced_stderr(),
+            tvm.target.Target(TARGET),
+            tvm.transform.PassContext(opt_level=3, config=configs),
+        ):
             artifact = tilelang.lower(prim_func, target=TARGET, enable_host_codegen=True)
     except Exception as error:
         raise ToolchainError(f"lowering for {ARCHITECTURE} failed: {_tail(str(error))}") from error

@@ -3,30 +3,35 @@
 One CTA owns block_dv columns of one head's state and walks its chunks of C = 64 tokens in order.
 The state is held as S^T [block_dv, dk], an FP32 accumulator; the register layout of an accumulator
 is that of a WGMMA A operand, so a cast to bf16 is all that lies between two products of the serial
-chain (gamma = exp(g), g the cumulative log decay):
+chain. With G the cumulative log decay since the state was last multiplied through, and r a
+reference for it, both of a token's V head:
 
-    U'^T    = S^T K^T                                             state group
-    W'^T    = beta V^T - (beta gamma) U'^T                        state group
-    V_new^T = W'^T A^T                                            state group
-    S^T     = gamma_last S^T + (exp(g_last - g) V_new^T) K        state group
-    O^T     = scale gamma (S^T Q^T) + V_new^T P^T                 output group
-    P       = scale tril(exp(g_i - g_j)) * (Q K^T)                scores or output group
+    U'^T    = S^T K^T                                   state group
+    W'^T    = beta V^T - beta exp(G) U'^T               state group
+    V_new^T = W'^T A^T                                  state group
+    X^T     = exp(r - G) V_new^T                        state group
+    S^T     = keep S^T + X^T K                          state group
+    O^T     = scale exp(G) (S^T Q^T) + X^T P^T          output group
+    P       = scale exp(G - r) tril(Q K^T)              scores group
+
+X serves both the state and the output, and leaves the scores one factor a row. The decay of the
+state is lazy: while the decay since the last multiplication is above FLUSH_LIMIT, keep = 1 and
+r = 0. In the chunk that passes it, keep is that decay and r its logarithm; S is multiplied in the
+shadow of a product. So X lies between 2^SLOW_LIMIT and 2^-FLUSH_LIMIT times V_new, and P between
+scale Q K^T and 2^-SLOW_LIMIT times that.
+
+A chunk that decays by more than SLOW_LIMIT all by itself cannot be written in such factors. There
+P = scale tril(exp(g_i - g_j)) * (Q K^T), the output gets V_new and the state exp(g_last - g) V_new:
+the same products with more exponentials between them. The gate warps tell every role which chunks
+these are. No exponential of either form can overflow, whatever the gates.
 
 Roles of the threads: block_dv / 64 state warp groups, one output warp group, at block_dv = 64 a
 scores warp group (at 128 the registers do not reach for one: the output group makes the scores too)
 and a service warp group of one producer warp (TMA loads), one writer warp (TMA stores) and two gate
-warps (factors made of g and beta). The state group hands bf16 S^T and V_new^T to the output group
-as a dump of its registers: thread t of the output group reads back what thread t of the state group
+warps (factors made of g and beta). The state group hands bf16 S^T and X^T to the output group as a
+dump of its registers: thread t of the output group reads back what thread t of the state group
 wrote, so neither side needs a proxy fence, and the output group is never on the chain as long as it
 takes less time for a chunk than the chain does.
-
-With a scores group the state group waits for one barrier a chunk: the output group arrives at
-inputs_ready of the chunk whose publication takes the place that it has just read, and the scores
-group at published of the publication that carries the values its scores belong to.
-
-Every exponential is of a difference g_i - g_j with i >= j, or of g itself, so no gate can overflow.
-The decay of the state is lazy: the registers hold 2^-e S with e <= 0 the decay not yet applied;
-once e would fall under LAZY_LIMIT the state is multiplied through and e starts from 0.
 
 A tail chunk needs no code of its own: rows past T are filled with zeros by the loads and dropped by
 the store, and the gate of such a row repeats that of the last token while its beta is 0.
@@ -41,34 +46,34 @@ import tilelang.language as T
 from tilelang.layout import Fragment, Layout, make_full_bank_swizzled_layout
 from tilelang.tileop.base import GemmWarpPolicy
 
+from ..lowering import OWN_PROXY_FENCES
+
 CHUNK = 64
 HEAD_DIM = 128
 TILE = 64  # rows of a warp group's WGMMA, columns of a 128-byte swizzled bf16 tile
-DK_HALVES = (
-    0,
-    1,
-)  # the state is two accumulators of 64 dk columns, so that one converts while the other is summed
+DK_HALVES = (0, 1)  # the state is two accumulators of 64 dk columns: one converts, one is summed
 
 WARP = 32
 WARP_GROUP = 4 * WARP
 WARPS_PER_GROUP = WARP_GROUP // WARP
 GATE_WARPS = 2  # one thread a token
 SERVICE_THREADS = WARP_GROUP
-OUTPUT_SYNC = 1  # named barrier inside the output group; 0 is the whole block's
+PREPARE_SYNC = 1  # named barrier inside the output group; 0 is the whole block's
 
-BLOCK = 16  # rows of a warp in an accumulator: the unit in which scores are gated
 SCORE_SLOTS = 2
 
 LOG2_E = 1.4426950408889634
-LAZY_LIMIT = -60.0  # log2 of the smallest decay kept outside the state registers
+FLUSH_LIMIT = -40.0  # log2 of the smallest decay kept outside the state registers
+SLOW_LIMIT = -100.0  # log2 of the smallest decay of one chunk that its factors may hold
 REGISTERS_PER_BLOCK = 65536
 FULL_ROW = GemmWarpPolicy.FullRow
 ACCUMULATOR_REGISTERS = TILE * TILE // WARP_GROUP
 
-# The roles order their shared memory themselves.
+# The roles order their shared memory themselves, and fence what they write for WGMMA or TMA.
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+    OWN_PROXY_FENCES: True,
 }
 
 
@@ -80,14 +85,7 @@ class ResidentConfig:
 
     stages: chunks of input in flight. slots: publications that the output group may lag by.
     registers: per thread of (state, output, scores where there are such, service) after setmaxnreg.
-    lazy_decay: keep the decay of the state as an exponent as long as it is above LAZY_LIMIT.
-    early_values: turn V into beta V before it is needed (32 registers more in the state group).
-    early_factors: read the factors of U' and V_new while the product is in flight (16 more).
-    early_publish: hand over V_new in the shadow of the state's update, not of K S (16 less).
-    shadow_fences: a proxy fence after each publication; without it the compiler places its own
-        right before the next product.
-    blocked_scores: gate scores left of the diagonal 16x16 blocks by a row and a column factor.
-    unrolled: roles whose loop has one copy of its body a stage, which makes addresses constants.
+    early_factors: make beta V, and read the factors of U' and V_new, before they are needed.
     """
 
     heads_q: int
@@ -98,13 +96,7 @@ class ResidentConfig:
     stages: int | None = None
     slots: int | None = None
     registers: tuple[int, ...] | None = None
-    lazy_decay: bool = True
-    early_values: bool | None = None
     early_factors: bool | None = None
-    blocked_scores: bool = True
-    early_publish: bool | None = None
-    shadow_fences: bool = True
-    unrolled: tuple[str, ...] = ("state",)
 
     def __post_init__(self) -> None:
         if self.heads_q < 1 or self.heads_v % self.heads_q:
@@ -115,10 +107,8 @@ class ResidentConfig:
         defaults = {
             "stages": 3 if narrow else 2,
             "slots": 2 if narrow else 1,
-            "registers": (216, 144, 88, 64) if narrow else (176, 128, 32),
-            "early_values": narrow,
+            "registers": (216, 144, 88, 64) if narrow else (168, 144, 32),
             "early_factors": narrow,
-            "early_publish": not narrow,
         }
         for name, value in defaults.items():
             if getattr(self, name) is None:
@@ -175,7 +165,7 @@ class ResidentConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """One chunk: its number and its place in the ring of input stages (an int where unrolled)."""
+    """One chunk: its number and its place in the ring of input stages, an int where unrolled."""
 
     chunk: object
     stage: object
@@ -200,18 +190,14 @@ def step(config, chunk) -> Step:
     return Step(chunk, chunk % config.stages, chunk // config.stages)
 
 
-def laps(config, role, chunks):
-    """Trip count of the role's loop over the chunks."""
-    return T.serial(T.ceildiv(chunks, config.stages) if role in config.unrolled else chunks)
+def laps(config, chunks):
+    """Trip count of a loop that has one copy of its body a stage, so that addresses are known."""
+    return T.serial(T.ceildiv(chunks, config.stages))
 
 
-def steps(config, role, lap) -> tuple[Step, ...]:
-    """The chunks of one trip; of several, those past the last chunk are to be skipped."""
-    if role in config.unrolled:
-        return tuple(
-            Step(lap * config.stages + stage, stage, lap) for stage in range(config.stages)
-        )
-    return (step(config, lap),)
+def steps(config, lap) -> tuple[Step, ...]:
+    """The chunks of one trip; those past the last chunk are to be skipped."""
+    return tuple(Step(lap * config.stages + stage, stage, lap) for stage in range(config.stages))
 
 
 def following(config, here) -> Step:
@@ -282,20 +268,26 @@ def load_values(config, here, tiles, values_fragment):
 
 # --- state group
 @T.macro
-def take_values(config, here, tiles, registers):
-    """V of the chunk, or beta V, into registers."""
+def take_values(config, here, tiles, barriers, registers):
+    """What the chunk brings to the chain: V, or where registers reach beta V and its factors."""
+    T.barrier_wait(barriers.chunk_ready[here.stage], here.filled)
+    registers.keep[0] = tiles.keep[here.stage]
     load_values(config, here, tiles, registers.v)
-    if config.early_values:
+    if config.early_factors:
+        T.copy(tiles.beta[here.stage, :], registers.beta)
+        T.copy(tiles.beta_gamma[here.stage, :], registers.beta_gamma)
         # beta V
         for i, j in T.Parallel(config.block_dv, CHUNK):
-            registers.beta_v[i, j] = tiles.beta[here.stage, j] * T.cast(
-                registers.v[j, i], "float32"
-            )
+            registers.beta_v[i, j] = registers.beta[j] * T.cast(registers.v[j, i], "float32")
+        if registers.keep[0] < 0.0:
+            # Never: a use that keeps ptxas from putting the products off until U' is there.
+            for i, j in T.Parallel(config.block_dv, CHUNK):
+                registers.beta_v[i, j] *= registers.keep[0]
 
 
 @T.macro
 def multiply_keys(half, here, tiles, registers):
-    """One dk half of U'^T = S^T K^T, from the state as bf16."""
+    """One dk half of U'^T = S^T K^T, from the state as bf16, left in flight."""
     T.copy(registers.state[half], registers.state_bf16[half])
     TC.wgmma_gemm(
         registers.state_bf16[half],
@@ -309,7 +301,7 @@ def multiply_keys(half, here, tiles, registers):
 
 @T.macro
 def open_publication(config, index, group, barriers):
-    """Wait until the publication before has left the slot; inputs_ready may say so already."""
+    """Wait until the publication before has left the slot; chunk_ready may have said so already."""
     if not config.scores_group:
         T.barrier_wait(
             barriers.consumed[index % config.slots * config.state_groups + group],
@@ -319,7 +311,7 @@ def open_publication(config, index, group, barriers):
 
 @T.macro
 def publish_values(config, index, tiles, registers):
-    T.copy(registers.v_new_bf16, tiles.values[index % config.slots, :, :])
+    T.copy(registers.x_bf16, tiles.values[index % config.slots, :, :])
 
 
 @T.macro
@@ -337,93 +329,78 @@ def close_publication(config, index, group, barriers):
 
 
 @T.macro
-def shadow_fence(config):
-    """Keeps the compiler from placing its own later; no async proxy reads a publication."""
-    if config.shadow_fences:
-        T.fence_proxy_async()
-
-
-@T.macro
-def fetch_factors(config, here, tiles, registers):
-    """Before a publication is written, behind which these reads would queue."""
-    registers.keep[0] = tiles.keep[here.stage]
-    if config.early_factors:
-        T.copy(tiles.beta_gamma[here.stage, :], registers.beta_gamma)
-
-
-@T.macro
 def decay_state(config, registers):
-    """S = gamma_last S, or nothing as long as the decay may wait."""
-    if config.lazy_decay:
-        if registers.keep[0] != 1.0:
-            for half in DK_HALVES:
-                for i, j in T.Parallel(config.block_dv, TILE):
-                    registers.state[half][i, j] *= registers.keep[0]
-    else:
+    """S = keep S, where keep is not 1."""
+    if registers.keep[0] != 1.0:
         for half in DK_HALVES:
             for i, j in T.Parallel(config.block_dv, TILE):
                 registers.state[half][i, j] *= registers.keep[0]
 
 
 @T.macro
-def solve_values(config, here, tiles, registers):
-    """From U'^T in flight to the finished V_new^T."""
+def solve_values(config, place, here, tiles, barriers, registers):
+    """From U'^T in flight to the finished V_new^T; what the next chunk brings in its shadow."""
+    registers.slow[0] = tiles.slow[here.stage]
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR_REGISTERS)
 
-    # W'^T = beta V^T - (beta gamma) U'^T
+    # W'^T = beta V^T - beta exp(G) U'^T
     if config.early_factors:
         for i, j in T.Parallel(config.block_dv, CHUNK):
-            registers.u[i, j] *= registers.beta_gamma[j]
-    else:
-        for i, j in T.Parallel(config.block_dv, CHUNK):
-            registers.u[i, j] *= tiles.beta_gamma[here.stage, j]
-    if config.early_values:
-        for i, j in T.Parallel(config.block_dv, CHUNK):
-            registers.w[i, j] = registers.beta_v[i, j] - registers.u[i, j]
+            registers.w[i, j] = registers.beta_v[i, j] - registers.beta_gamma[j] * registers.u[i, j]
     else:
         for i, j in T.Parallel(config.block_dv, CHUNK):
             registers.w[i, j] = (
-                tiles.beta[here.stage, j] * T.cast(registers.v[j, i], "float32") - registers.u[i, j]
+                tiles.beta[here.stage, j] * T.cast(registers.v[j, i], "float32")
+                - tiles.beta_gamma[here.stage, j] * registers.u[i, j]
             )
 
     # V_new^T = W'^T A^T
     TC.wgmma_gemm(
         registers.w,
         tiles.a[here.stage, :, :],
-        registers.v_new,
+        registers.x,
         transpose_B=True,
         policy=FULL_ROW,
         clear_accum=True,
     )
     if config.early_factors:
-        T.copy(tiles.decay[here.stage, :], registers.decay)
+        T.copy(tiles.x_factor[here.stage, :], registers.x_factor)
+        if here.chunk + 1 < place.chunks:
+            take_values(config, following(config, here), tiles, barriers, registers)
     TC.wait_wgmma(0)
-    TC.warpgroup_fence_operand(registers.v_new, num_regs=ACCUMULATOR_REGISTERS)
+    TC.warpgroup_fence_operand(registers.x, num_regs=ACCUMULATOR_REGISTERS)
 
 
 @T.macro
-def absorb_values(config, here, tiles, registers):
-    """S^T += (exp(g_last - g) V_new^T) K, left in flight: one WGMMA group a dk half."""
+def absorb_values(config, here, group, tiles, barriers, registers):
+    """S^T += X^T K, left in flight: one WGMMA group a dk half."""
+    if registers.slow[0] != 0:
+        T.copy(registers.x, registers.x_bf16)
+        open_publication(config, here.chunk + 1, group, barriers)
+        publish_values(config, here.chunk + 1, tiles, registers)
+        # X^T = exp(r - G) V_new^T, or exp(g_last - g) V_new^T
     if config.early_factors:
         for i, j in T.Parallel(config.block_dv, CHUNK):
-            registers.decayed[i, j] = registers.v_new[i, j] * registers.decay[j]
+            registers.x_bf16[i, j] = registers.x[i, j] * registers.x_factor[j]
     else:
         for i, j in T.Parallel(config.block_dv, CHUNK):
-            registers.decayed[i, j] = registers.v_new[i, j] * tiles.decay[here.stage, j]
+            registers.x_bf16[i, j] = registers.x[i, j] * tiles.x_factor[here.stage, j]
     for half in DK_HALVES:
         TC.wgmma_gemm(
-            registers.decayed,
+            registers.x_bf16,
             tiles.k[here.stage, :, half * TILE : (half + 1) * TILE],
             registers.state[half],
             policy=FULL_ROW,
         )
-    T.copy(registers.v_new, registers.v_new_bf16)
+    open_publication(config, here.chunk + 1, group, barriers)
+    if registers.slow[0] == 0:
+        publish_values(config, here.chunk + 1, tiles, registers)
 
 
 @T.macro
 def state_role(config, place, thread, inputs, tiles, barriers, registers):
-    """The serial chain: S -> U' -> W' -> V_new -> S, all of it in registers."""
+    """The serial chain: S -> U' -> W' -> X -> S, all of it in registers."""
     dv = config.block_dv
     group = thread // WARP_GROUP
     first = step(config, 0)
@@ -438,29 +415,21 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
         for half in DK_HALVES:
             T.clear(registers.state[half])
 
-    T.barrier_wait(barriers.inputs_ready[first.stage], first.filled)
-    take_values(config, first, tiles, registers)
+    take_values(config, first, tiles, barriers, registers)
     for half in DK_HALVES:
         multiply_keys(half, first, tiles, registers)
-    fetch_factors(config, first, tiles, registers)
-    open_publication(config, 0, group, barriers)
     publish_state(config, 0, tiles, registers)
     close_publication(config, 0, group, barriers)
     decay_state(config, registers)
-    shadow_fence(config)
-    solve_values(config, first, tiles, registers)
+    solve_values(config, place, first, tiles, barriers, registers)
 
-    for lap in laps(config, "state", place.chunks - 1):
-        for here in steps(config, "state", lap):
+    for lap in laps(config, place.chunks - 1):
+        for here in steps(config, lap):
             if here.chunk < place.chunks - 1:
                 coming = following(config, here)
-                absorb_values(config, here, tiles, registers)
-                T.barrier_wait(barriers.inputs_ready[coming.stage], coming.filled)
-                if config.early_publish:
-                    open_publication(config, coming.chunk, group, barriers)
-                    publish_values(config, coming.chunk, tiles, registers)
-                    shadow_fence(config)
-                take_values(config, coming, tiles, registers)
+                absorb_values(config, here, group, tiles, barriers, registers)
+                if not config.early_factors:
+                    take_values(config, coming, tiles, barriers, registers)
                 for half in DK_HALVES:
                     # Only the newest WGMMA group may be unfinished: the other half.
                     TC.wait_wgmma(1)
@@ -469,22 +438,16 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
                     )
                     multiply_keys(half, coming, tiles, registers)
                 arrive_warp(barriers.inputs_free, here.stage)
-                fetch_factors(config, coming, tiles, registers)
-                if not config.early_publish:
-                    open_publication(config, coming.chunk, group, barriers)
-                    publish_values(config, coming.chunk, tiles, registers)
                 publish_state(config, coming.chunk, tiles, registers)
                 close_publication(config, coming.chunk, group, barriers)
                 decay_state(config, registers)
-                shadow_fence(config)
-                solve_values(config, coming, tiles, registers)
+                solve_values(config, place, coming, tiles, barriers, registers)
 
-    absorb_values(config, last, tiles, registers)
     if config.scores_group:
+        # The output group's last arrival there is for the publication without a chunk.
         after = step(config, place.chunks)
-        T.barrier_wait(barriers.inputs_ready[after.stage], after.filled)
-    open_publication(config, place.chunks, group, barriers)
-    publish_values(config, place.chunks, tiles, registers)
+        T.barrier_wait(barriers.chunk_ready[after.stage], after.filled)
+    absorb_values(config, last, group, tiles, barriers, registers)
     close_publication(config, place.chunks, group, barriers)
     registers.keep[0] = tiles.pending[last.stage]
     TC.wait_wgmma(0)
@@ -498,11 +461,10 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
                 )
 
 
-# --- output group
+# --- scores
 @T.macro
-def multiply_queries_keys(here, tiles, barriers, registers):
+def multiply_queries_keys(here, tiles, registers):
     """Q K^T of the chunk, left in flight."""
-    T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
     TC.wgmma_gemm(
         tiles.q[here.stage, :, :],
         tiles.k[here.stage, :, :],
@@ -513,52 +475,55 @@ def multiply_queries_keys(here, tiles, barriers, registers):
 
 
 @T.macro
-def gate_scores(config, here, scale, tiles, registers):
+def gate_scores(here, scale, tiles, registers):
     """P, as bf16 in registers, of the finished Q K^T."""
-    for block in tuple(range(CHUNK // BLOCK)):
+    TC.wait_wgmma(0)
+    TC.warpgroup_fence_operand(registers.scores, num_regs=ACCUMULATOR_REGISTERS)
+    if tiles.slow[here.stage] == 0:
+        # P = scale exp(G - r) tril(Q K^T)
+        for i, j in T.Parallel(CHUNK, CHUNK):
+            registers.scores[i, j] *= tiles.score_gate[here.stage, i]
+        for i, j in T.Parallel(CHUNK, CHUNK):
+            registers.scores[i, j] = T.if_then_else(i >= j, registers.scores[i, j], 0.0)
+    else:
         # P = scale tril(exp(g_i - g_j)) * (Q K^T)
-        if registers.warp[0] > block:
-            if config.blocked_scores:
-                for i, j in T.Parallel(CHUNK, BLOCK):
-                    registers.scores[i, block * BLOCK + j] *= (
-                        tiles.row_gate[here.stage, i]
-                        * tiles.column_gate[here.stage, registers.warp[0] - 1, block * BLOCK + j]
-                    )
-            else:
-                for i, j in T.Parallel(CHUNK, BLOCK):
-                    registers.scores[i, block * BLOCK + j] *= scale * T.exp2(
-                        tiles.gate[here.stage, i] - tiles.gate[here.stage, block * BLOCK + j]
-                    )
-        elif registers.warp[0] == block:
-            for i, j in T.Parallel(CHUNK, BLOCK):
-                registers.scores[i, block * BLOCK + j] = T.if_then_else(
-                    i % BLOCK >= j,
-                    registers.scores[i, block * BLOCK + j]
-                    * (
-                        scale
-                        * T.exp2(
-                            tiles.gate[here.stage, i] - tiles.gate[here.stage, block * BLOCK + j]
-                        )
-                    ),
-                    0.0,
-                )
-        else:
-            for i, j in T.Parallel(CHUNK, BLOCK):
-                registers.scores[i, block * BLOCK + j] = 0.0
+        for i, j in T.Parallel(CHUNK, CHUNK):
+            registers.scores[i, j] = T.if_then_else(
+                i >= j,
+                registers.scores[i, j]
+                * (
+                    scale
+                    * T.exp2(tiles.score_gate[here.stage, i] - tiles.score_gate[here.stage, j])
+                ),
+                0.0,
+            )
     T.copy(registers.scores, registers.scores_bf16)
 
 
 @T.macro
 def store_scores(here, tiles, registers):
     T.copy(registers.scores_bf16, tiles.scores[here.chunk % SCORE_SLOTS, :, :])
+    T.fence_proxy_async()
 
 
 @T.macro
-def finish_scores(registers):
-    TC.wait_wgmma(0)
-    TC.warpgroup_fence_operand(registers.scores, num_regs=ACCUMULATOR_REGISTERS)
+def scores_role(config, place, scale, tiles, barriers, registers):
+    """P of every chunk, up to SCORE_SLOTS ahead of the output group."""
+    arrive_warp(barriers.published, 0)
+    for chunk in T.serial(place.chunks):
+        here = step(config, chunk)
+        T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
+        multiply_queries_keys(here, tiles, registers)
+        gate_scores(here, scale, tiles, registers)
+        arrive_warp(barriers.inputs_free, here.stage)
+        # Also keeps this group from arriving twice in one phase of a publication.
+        index = chunk + 1
+        T.barrier_wait(barriers.scores_free[index % SCORE_SLOTS], (index // SCORE_SLOTS + 1) % 2)
+        store_scores(here, tiles, registers)
+        arrive_warp(barriers.published, index % config.slots)
 
 
+# --- output group
 @T.macro
 def fetch_state(config, index, group, tiles, registers):
     slot = index % config.slots
@@ -587,7 +552,7 @@ def wait_published(config, index, group, barriers):
 @T.macro
 def release(config, index, group, barriers):
     if config.scores_group:
-        arrive_warp(barriers.inputs_ready, (index + config.slots) % config.stages)
+        arrive_warp(barriers.chunk_ready, (index + config.slots) % config.stages)
     else:
         arrive_warp(barriers.consumed, index % config.slots * config.state_groups + group)
 
@@ -607,19 +572,12 @@ def multiply_queries(here, tiles, registers, accumulator):
 
 
 @T.macro
-def gate_output(here, tiles, source, destination):
-    """O^T = scale gamma O^T"""
-    for i, j in T.Parallel(TILE, CHUNK):
-        destination[i, j] = source[i, j] * tiles.output_gate[here.stage, j]
-
-
-@T.macro
-def add_scores_values(here, tiles, registers):
-    """O^T += V_new^T P^T, left in flight."""
+def add_scores_values(group, here, tiles, registers):
+    """O^T += X^T P^T, left in flight."""
     TC.wgmma_gemm(
         registers.values,
         tiles.scores[here.chunk % SCORE_SLOTS, :, :],
-        registers.output,
+        registers.output[group],
         transpose_B=True,
         policy=FULL_ROW,
     )
@@ -629,54 +587,16 @@ def add_scores_values(here, tiles, registers):
 def stage_output(group, here, tiles, barriers, registers):
     """The finished O^T as bf16 [tokens, columns] in shared memory."""
     for i, j in T.Parallel(TILE, CHUNK):
-        registers.output_bf16[j, i] = T.cast(registers.output[i, j], "bfloat16")
+        registers.output_bf16[j, i] = T.cast(registers.output[group][i, j], "bfloat16")
     if group == 0:
         T.barrier_wait(barriers.output_stored[0], (here.chunk + 1) % 2)
     T.copy(registers.output_bf16, tiles.output[group])
 
 
 @T.macro
-def show_tiles(barriers):
-    """Output and scores become visible to the TMA store and to the whole group's WGMMA."""
+def hand_over_output(barriers):
     T.fence_proxy_async()
     arrive_warp(barriers.output_ready, 0)
-    T.sync_threads(OUTPUT_SYNC, WARP_GROUP)
-
-
-@T.macro
-def prepare_scores(config, here, scale, tiles, barriers, registers):
-    multiply_queries_keys(here, tiles, barriers, registers)
-    finish_scores(registers)
-    gate_scores(config, here, scale, tiles, registers)
-    store_scores(here, tiles, registers)
-    T.fence_proxy_async()
-    T.sync_threads(OUTPUT_SYNC, WARP_GROUP)
-
-
-@T.macro
-def scores_role(config, place, thread, scale, tiles, barriers, registers):
-    """P of every chunk, up to SCORE_SLOTS ahead of the output group."""
-    # In a variable: under a condition on the thread itself TileLang renumbers the group's threads.
-    registers.warp[0] = (thread - config.state_threads - WARP_GROUP) // WARP
-    arrive_warp(barriers.published, 0)
-    multiply_queries_keys(step(config, 0), tiles, barriers, registers)
-    finish_scores(registers)
-    for lap in laps(config, "scores", place.chunks):
-        for here in steps(config, "scores", lap):
-            if here.chunk < place.chunks:
-                gate_scores(config, here, scale, tiles, registers)
-                arrive_warp(barriers.inputs_free, here.stage)
-                if here.chunk + 1 < place.chunks:
-                    multiply_queries_keys(following(config, here), tiles, barriers, registers)
-                # Also keeps this group from arriving twice in one phase of a publication.
-                index = here.chunk + 1
-                T.barrier_wait(
-                    barriers.scores_free[index % SCORE_SLOTS], (index // SCORE_SLOTS + 1) % 2
-                )
-                store_scores(here, tiles, registers)
-                T.fence_proxy_async()
-                arrive_warp(barriers.published, index % config.slots)
-                finish_scores(registers)
 
 
 @T.macro
@@ -686,145 +606,139 @@ def free_scores(index, barriers):
 
 
 @T.macro
-def finish_output(here, tiles, barriers, registers):
-    """Hand the finished O^T over to the writer warp."""
-    free_scores(here.chunk + 1, barriers)
-    stage_output(0, here, tiles, barriers, registers)
-    T.fence_proxy_async()
-    arrive_warp(barriers.output_ready, 0)
+def begin_output(here, barriers, registers, accumulator, group, tiles):
+    """O^T of the chunk as far as the state goes, of the finished S^T Q^T."""
+    TC.wait_wgmma(0)
+    TC.warpgroup_fence_operand(accumulator, num_regs=ACCUMULATOR_REGISTERS)
+    # O^T = scale exp(G) O^T
+    for i, j in T.Parallel(TILE, CHUNK):
+        registers.output[group][i, j] = accumulator[i, j] * tiles.output_gate[here.stage, j]
 
 
 @T.macro
-def lookahead_output_role(config, place, tiles, barriers, registers):
+def output_role(config, place, tiles, barriers, registers):
     """Output of one state group; a publication ends a chunk and begins the next."""
     last = place.chunks - 1
     for index in tuple(range(config.slots)):
-        arrive_warp(barriers.inputs_ready, index)
+        arrive_warp(barriers.chunk_ready, index)
     wait_published(config, 0, 0, barriers)
     free_scores(0, barriers)
     fetch_state(config, 0, 0, tiles, registers)
     release(config, 0, 0, barriers)
     multiply_queries(step(config, 0), tiles, registers, registers.next_output)
-    TC.wait_wgmma(0)
-    TC.warpgroup_fence_operand(registers.next_output, num_regs=ACCUMULATOR_REGISTERS)
-    gate_output(step(config, 0), tiles, registers.next_output, registers.output)
+    begin_output(step(config, 0), barriers, registers, registers.next_output, 0, tiles)
     arrive_warp(barriers.inputs_free, 0)
 
-    for lap in laps(config, "output", last):
-        for here in steps(config, "output", lap):
-            if here.chunk < last:
-                coming = following(config, here)
-                wait_published(config, coming.chunk, 0, barriers)
-                fetch_values(config, coming.chunk, 0, tiles, registers)
-                fetch_state(config, coming.chunk, 0, tiles, registers)
-                release(config, coming.chunk, 0, barriers)
-                add_scores_values(here, tiles, registers)
-                multiply_queries(coming, tiles, registers, registers.next_output)
-                # The products of the queries are the two newest groups.
-                TC.wait_wgmma(2)
-                TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
-                finish_output(here, tiles, barriers, registers)
-                TC.wait_wgmma(0)
-                TC.warpgroup_fence_operand(registers.next_output, num_regs=ACCUMULATOR_REGISTERS)
-                gate_output(coming, tiles, registers.next_output, registers.output)
-                arrive_warp(barriers.inputs_free, coming.stage)
+    for chunk in T.serial(last):
+        here = step(config, chunk)
+        coming = following(config, here)
+        wait_published(config, coming.chunk, 0, barriers)
+        fetch_values(config, coming.chunk, 0, tiles, registers)
+        fetch_state(config, coming.chunk, 0, tiles, registers)
+        release(config, coming.chunk, 0, barriers)
+        add_scores_values(0, here, tiles, registers)
+        multiply_queries(coming, tiles, registers, registers.next_output)
+        # The products of the queries are the two newest groups.
+        TC.wait_wgmma(len(DK_HALVES))
+        TC.warpgroup_fence_operand(registers.output[0], num_regs=ACCUMULATOR_REGISTERS)
+        free_scores(coming.chunk, barriers)
+        stage_output(0, here, tiles, barriers, registers)
+        hand_over_output(barriers)
+        begin_output(coming, barriers, registers, registers.next_output, 0, tiles)
+        arrive_warp(barriers.inputs_free, coming.stage)
 
     wait_published(config, place.chunks, 0, barriers)
     fetch_values(config, place.chunks, 0, tiles, registers)
-    add_scores_values(step(config, last), tiles, registers)
+    add_scores_values(0, step(config, last), tiles, registers)
     TC.wait_wgmma(0)
-    TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
-    finish_output(step(config, last), tiles, barriers, registers)
+    TC.warpgroup_fence_operand(registers.output[0], num_regs=ACCUMULATOR_REGISTERS)
+    stage_output(0, step(config, last), tiles, barriers, registers)
+    hand_over_output(barriers)
+
+
+# --- output group where it makes the scores too
+@T.macro
+def prepare_chunk(config, here, scale, tiles, barriers, registers):
+    """P of a chunk, by the output group itself."""
+    T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
+    multiply_queries_keys(here, tiles, registers)
+    gate_scores(here, scale, tiles, registers)
+    store_scores(here, tiles, registers)
+    T.sync_threads(PREPARE_SYNC, WARP_GROUP)
 
 
 @T.macro
-def output_tile(config, here, group, coming, scale, tiles, barriers, registers):
-    """Output of one state group; the scores of the coming chunk, if any, while V_new is awaited."""
-    fetch_state(config, here.chunk, group, tiles, registers)
-    release(config, here.chunk, group, barriers)
-    multiply_queries(here, tiles, registers, registers.output)
-    TC.wait_wgmma(0)
-    TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
-    gate_output(here, tiles, registers.output, registers.output)
-    if group == config.state_groups - 1:
-        arrive_warp(barriers.inputs_free, here.stage)
-    if coming is not None:
-        multiply_queries_keys(coming, tiles, barriers, registers)
-        finish_scores(registers)
-        gate_scores(config, coming, scale, tiles, registers)
-        store_scores(coming, tiles, registers)
-    wait_published(config, here.chunk + 1, group, barriers)
-    fetch_values(config, here.chunk + 1, group, tiles, registers)
-    add_scores_values(here, tiles, registers)
-    TC.wait_wgmma(0)
-    TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
-    stage_output(group, here, tiles, barriers, registers)
+def begin_outputs(config, here, tiles, barriers, registers):
+    """The state's part of the output of every state group, one after the other."""
+    for group in tuple(range(config.state_groups)):
+        fetch_state(config, here.chunk, group, tiles, registers)
+        release(config, here.chunk, group, barriers)
+        multiply_queries(here, tiles, registers, registers.output[group])
+        begin_output(here, barriers, registers, registers.output[group], group, tiles)
+    arrive_warp(barriers.inputs_free, here.stage)
 
 
 @T.macro
-def output_role(config, place, thread, scale, tiles, barriers, registers):
-    """Output of the state groups one after the other, with the registers of one."""
-    # In a variable: under a condition on the thread itself TileLang renumbers the group's threads.
-    registers.warp[0] = (thread - config.state_threads) // WARP
-    last = step(config, place.chunks - 1)
-    prepare_scores(config, step(config, 0), scale, tiles, barriers, registers)
+def finish_outputs(config, here, tiles, barriers, registers):
+    """The chunk's own part of the output of every state group, and the way out."""
+    for group in tuple(range(config.state_groups)):
+        wait_published(config, here.chunk + 1, group, barriers)
+        fetch_values(config, here.chunk + 1, group, tiles, registers)
+        add_scores_values(group, here, tiles, registers)
+        TC.wait_wgmma(0)
+        TC.warpgroup_fence_operand(registers.output[group], num_regs=ACCUMULATOR_REGISTERS)
+        stage_output(group, here, tiles, barriers, registers)
+    hand_over_output(barriers)
+
+
+@T.macro
+def output_and_scores_role(config, place, scale, tiles, barriers, registers):
+    """Output of all state groups, and P one chunk ahead."""
+    prepare_chunk(config, step(config, 0), scale, tiles, barriers, registers)
     for group in tuple(range(config.state_groups)):
         wait_published(config, 0, group, barriers)
-
-    for lap in laps(config, "output", place.chunks - 1):
-        for here in steps(config, "output", lap):
-            if here.chunk < place.chunks - 1:
-                for group in tuple(range(config.state_groups)):
-                    ends = group == config.state_groups - 1
-                    coming = following(config, here) if ends else None
-                    output_tile(config, here, group, coming, scale, tiles, barriers, registers)
-                show_tiles(barriers)
-
-    for group in tuple(range(config.state_groups)):
-        output_tile(config, last, group, None, scale, tiles, barriers, registers)
-    show_tiles(barriers)
+    begin_outputs(config, step(config, 0), tiles, barriers, registers)
+    for chunk in T.serial(place.chunks - 1):
+        here = step(config, chunk)
+        coming = following(config, here)
+        prepare_chunk(config, coming, scale, tiles, barriers, registers)
+        finish_outputs(config, here, tiles, barriers, registers)
+        begin_outputs(config, coming, tiles, barriers, registers)
+    finish_outputs(config, step(config, place.chunks - 1), tiles, barriers, registers)
 
 
 # --- service group
 @T.macro
 def producer_warp(config, place, inputs, tiles, barriers):
     dv = config.block_dv
-    for lap in laps(config, "service", place.chunks):
-        for here in steps(config, "service", lap):
-            if here.chunk < place.chunks:
-                first = here.chunk * CHUNK
-                tokens = slice(first, first + CHUNK)
-                T.barrier_wait(barriers.inputs_free[here.stage], here.freed)
+    for chunk in T.serial(place.chunks):
+        here = step(config, chunk)
+        first = chunk * CHUNK
+        tokens = slice(first, first + CHUNK)
+        T.barrier_wait(barriers.inputs_free[here.stage], here.freed)
+        T.tma_copy(
+            inputs.k[place.batch, tokens, place.head_q, 0:HEAD_DIM],
+            tiles.k[here.stage, :, :],
+            barrier=barriers.inputs_landed[here.stage],
+        )
+        T.tma_copy(
+            inputs.q[place.batch, tokens, place.head_q, 0:HEAD_DIM],
+            tiles.q[here.stage, :, :],
+            barrier=barriers.inputs_landed[here.stage],
+        )
+        T.tma_copy(
+            inputs.a[place.batch, tokens, place.head, 0:CHUNK],
+            tiles.a[here.stage, :, :],
+            barrier=barriers.inputs_landed[here.stage],
+        )
+        for stage in tuple(range(config.stages)):
+            if here.stage == stage:
                 T.tma_copy(
-                    inputs.k[place.batch, tokens, place.head_q, 0:HEAD_DIM],
-                    tiles.k[here.stage, :, :],
+                    inputs.v[place.batch, tokens, place.head, place.dv : place.dv + dv],
+                    tiles.v[stage],
                     barrier=barriers.inputs_landed[here.stage],
                 )
-                T.tma_copy(
-                    inputs.a[place.batch, tokens, place.head, 0:CHUNK],
-                    tiles.a[here.stage, :, :],
-                    barrier=barriers.inputs_landed[here.stage],
-                )
-                if isinstance(here.stage, int):
-                    T.tma_copy(
-                        inputs.v[place.batch, tokens, place.head, place.dv : place.dv + dv],
-                        tiles.v[here.stage],
-                        barrier=barriers.inputs_landed[here.stage],
-                    )
-                else:
-                    for stage in tuple(range(config.stages)):
-                        if here.stage == stage:
-                            T.tma_copy(
-                                inputs.v[place.batch, tokens, place.head, place.dv : place.dv + dv],
-                                tiles.v[stage],
-                                barrier=barriers.inputs_landed[here.stage],
-                            )
-                T.tma_copy(
-                    inputs.q[place.batch, tokens, place.head_q, 0:HEAD_DIM],
-                    tiles.q[here.stage, :, :],
-                    barrier=barriers.inputs_landed[here.stage],
-                )
-                T.barrier_arrive(barriers.inputs_landed[here.stage])
+        T.barrier_arrive(barriers.inputs_landed[here.stage])
 
 
 @T.macro
@@ -844,79 +758,67 @@ def writer_warp(config, place, inputs, tiles, barriers):
 
 
 @T.macro
-def gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates):
-    """One thread a token: the factors that the other groups multiply with.
-
-    gates: scalars of the thread. gate, beta: of its token; last: gate of the chunk's last valid
-    token; first, heads: gates at the starts of the 16-token blocks 0 and 1..3; pending: log2 of the
-    decay that is not in the state registers, before: the same one chunk earlier.
-    """
-    token = thread - (config.threads - GATE_WARPS * WARP)
-    gates.pending[0] = 0.0
-    fetch_gates(place, 0, token, inputs, gates)
-    for lap in laps(config, "service", place.chunks):
-        for here in steps(config, "service", lap):
-            if here.chunk < place.chunks:
-                stage = here.stage
-                T.barrier_wait(barriers.inputs_free[stage], here.freed)
-                for raw in (gates.gate, gates.last, gates.first):
-                    raw[0] = raw[0] * LOG2_E
-                for block in tuple(range(CHUNK // BLOCK - 1)):
-                    gates.heads[block] = gates.heads[block] * LOG2_E
-                gates.before[0] = gates.pending[0]
-                gates.pending[0] = gates.pending[0] + gates.last[0]
-                gates.keep[0] = 1.0
-                if config.lazy_decay:
-                    if gates.pending[0] < LAZY_LIMIT:
-                        gates.keep[0] = T.exp2(gates.pending[0])
-                        gates.pending[0] = 0.0
-                else:
-                    gates.keep[0] = T.exp2(gates.pending[0])
-                    gates.pending[0] = 0.0
-                gates.grown[0] = T.exp2(gates.gate[0] + gates.before[0])
-                tiles.beta[stage, token] = gates.beta[0]
-                tiles.beta_gamma[stage, token] = gates.beta[0] * gates.grown[0]
-                tiles.decay[stage, token] = T.exp2(gates.last[0] - gates.gate[0] - gates.pending[0])
-                tiles.output_gate[stage, token] = scale * gates.grown[0]
-                tiles.gate[stage, token] = gates.gate[0]
-                if config.blocked_scores:
-                    gates.start[0] = gates.first[0]
-                    for block in tuple(range(1, CHUNK // BLOCK)):
-                        if token >= block * BLOCK:
-                            gates.start[0] = gates.heads[block - 1]
-                        tiles.column_gate[stage, block - 1, token] = T.exp2(
-                            T.min(gates.heads[block - 1] - gates.gate[0], 0.0)
-                        )
-                    tiles.row_gate[stage, token] = scale * T.exp2(gates.gate[0] - gates.start[0])
-                if token == 0:
-                    tiles.keep[stage] = gates.keep[0]
-                    tiles.pending[stage] = T.exp2(gates.pending[0])
-                if here.chunk + 1 < place.chunks:
-                    fetch_gates(place, here.chunk + 1, token, inputs, gates)
-                T.barrier_wait(barriers.inputs_landed[stage], here.filled)
-                arrive_warp(barriers.inputs_ready, stage)
-    if config.scores_group:
-        # The last publication has no chunk of its own to begin with.
-        after = step(config, place.chunks)
-        T.barrier_wait(barriers.inputs_free[after.stage], after.freed)
-        arrive_warp(barriers.inputs_ready, after.stage)
-
-
-@T.macro
 def fetch_gates(place, chunk, token, inputs, gates):
+    """log2 of gamma of the token and of the chunk's last, and beta; a tail repeats its last."""
     first = chunk * CHUNK
     last = T.min(first + CHUNK, place.tokens) - 1
     here = T.min(first + token, last)
     gates.gate[0] = inputs.g[place.batch, here, place.head]
+    gates.last[0] = inputs.g[place.batch, last, place.head]
     gates.beta[0] = T.if_then_else(
         first + token <= last, inputs.beta[place.batch, here, place.head], 0.0
     )
-    gates.last[0] = inputs.g[place.batch, last, place.head]
-    gates.first[0] = inputs.g[place.batch, first, place.head]
-    for block in tuple(range(1, CHUNK // BLOCK)):
-        gates.heads[block - 1] = inputs.g[
-            place.batch, T.min(first + block * BLOCK, last), place.head
-        ]
+
+
+@T.macro
+def gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates):
+    """One thread a token: the factors that the other groups multiply with.
+
+    gates, scalars of the thread: gate, beta: of its token; last: gate of the chunk's last valid
+    token; pending: log2 of the decay that is not in the state registers; total: G of the token,
+    reference: r, keep: what the state is multiplied with.
+    """
+    token = thread - (config.threads - GATE_WARPS * WARP)
+    gates.pending[0] = 0.0
+    fetch_gates(place, 0, token, inputs, gates)
+    for chunk in T.serial(place.chunks):
+        here = step(config, chunk)
+        stage = here.stage
+        T.barrier_wait(barriers.inputs_free[stage], here.freed)
+        gates.gate[0] = gates.gate[0] * LOG2_E
+        gates.last[0] = gates.last[0] * LOG2_E
+        gates.total[0] = gates.gate[0] + gates.pending[0]
+        gates.pending[0] = gates.pending[0] + gates.last[0]
+        gates.reference[0] = 0.0
+        gates.keep[0] = 1.0
+        if gates.pending[0] < FLUSH_LIMIT:
+            gates.reference[0] = gates.pending[0]
+            gates.keep[0] = T.exp2(gates.pending[0])
+            gates.pending[0] = 0.0
+        gates.grown[0] = T.exp2(gates.total[0])
+        tiles.beta[stage, token] = gates.beta[0]
+        tiles.beta_gamma[stage, token] = gates.beta[0] * gates.grown[0]
+        tiles.output_gate[stage, token] = scale * gates.grown[0]
+        tiles.x_factor[stage, token] = T.exp2(gates.reference[0] - gates.total[0])
+        tiles.score_gate[stage, token] = T.if_then_else(
+            gates.last[0] < SLOW_LIMIT,
+            gates.gate[0],
+            scale * T.exp2(gates.total[0] - gates.reference[0]),
+        )
+        if token == 0:
+            tiles.slow[stage] = T.if_then_else(gates.last[0] < SLOW_LIMIT, 1, 0)
+            tiles.keep[stage] = gates.keep[0]
+            tiles.pending[stage] = T.exp2(gates.pending[0])
+        if chunk + 1 < place.chunks:
+            fetch_gates(place, chunk + 1, token, inputs, gates)
+        T.barrier_wait(barriers.inputs_landed[stage], here.filled)
+        arrive_warp(barriers.inputs_ready, stage)
+        arrive_warp(barriers.chunk_ready, stage)
+    if config.scores_group:
+        # The last publication has no chunk of its own to begin with.
+        after = step(config, place.chunks)
+        T.barrier_wait(barriers.inputs_free[after.stage], after.freed)
+        arrive_warp(barriers.chunk_ready, after.stage)
 
 
 def resident_kernel(config: ResidentConfig):
@@ -936,7 +838,7 @@ def resident_kernel(config: ResidentConfig):
     bf16, fp32 = "bfloat16", "float32"
 
     @T.prim_func
-    def gdn_resident(
+    def gdn_forward_resident(
         q: T.Tensor((batch, tokens, heads_q, HEAD_DIM), bf16),
         k: T.Tensor((batch, tokens, heads_q, HEAD_DIM), bf16),
         v: T.Tensor((batch, tokens, heads_v, HEAD_DIM), bf16),
@@ -977,29 +879,32 @@ def resident_kernel(config: ResidentConfig):
                 values=T.alloc_shared((config.slots, dv, CHUNK), bf16),
                 scores=T.alloc_shared((SCORE_SLOTS, CHUNK, CHUNK), bf16),
                 output=[T.alloc_shared((CHUNK, TILE), bf16) for _ in range(groups)],
-                beta=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),
-                beta_gamma=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),
-                decay=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),  # exp(g_last - g)
-                output_gate=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),  # scale gamma
-                gate=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),  # log2 of gamma
-                row_gate=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),
-                column_gate=T.alloc_shared(
-                    (stages, CHUNK // BLOCK - 1, CHUNK), fp32, scope="shared"
-                ),
-                keep=T.alloc_shared(
-                    (stages,), fp32, scope="shared"
-                ),  # what the state is to be multiplied with
+                **{
+                    name: T.alloc_shared((stages, CHUNK), fp32, scope="shared")
+                    for name in (
+                        "beta",
+                        "beta_gamma",  # beta exp(G)
+                        "x_factor",  # exp(r - G), in a slow chunk exp(g_last - g)
+                        "score_gate",  # scale exp(G - r), in a slow chunk log2 of gamma
+                        "output_gate",  # scale exp(G)
+                    )
+                },
+                slow=T.alloc_shared((stages,), "int32", scope="shared"),
+                keep=T.alloc_shared((stages,), fp32, scope="shared"),
                 pending=T.alloc_shared(
                     (stages,), fp32, scope="shared"
-                ),  # decay outside the state registers
+                ),  # decay still to be applied
             )
             barriers = SimpleNamespace(
                 inputs_landed=T.alloc_barrier(
                     [WARP] * stages
                 ),  # by the producer warp and its TMA loads
                 inputs_ready=T.alloc_barrier(
+                    [GATE_WARPS] * stages
+                ),  # by the gate warps: landed, and the factors written
+                chunk_ready=T.alloc_barrier(
                     [GATE_WARPS + WARPS_PER_GROUP * config.scores_group] * stages
-                ),  # landed, and the gate factors written; by the output group if it shares it
+                ),  # the same, and by the output group that a publication may take its place
                 inputs_free=T.alloc_barrier(
                     [(groups + 1 + config.scores_group) * WARPS_PER_GROUP] * stages
                 ),  # by state, output and scores groups
@@ -1018,24 +923,24 @@ def resident_kernel(config: ResidentConfig):
                 state_bf16=[T.alloc_fragment((dv, TILE), bf16) for _ in DK_HALVES],
                 u=T.alloc_fragment((dv, CHUNK), fp32),
                 v=T.alloc_fragment((CHUNK, dv), bf16),
-                beta_v=T.alloc_fragment((dv, CHUNK), fp32),
                 w=T.alloc_fragment((dv, CHUNK), bf16),
-                v_new=T.alloc_fragment((dv, CHUNK), fp32),
-                v_new_bf16=T.alloc_fragment((dv, CHUNK), bf16),
-                decayed=T.alloc_fragment((dv, CHUNK), bf16),
+                x=T.alloc_fragment((dv, CHUNK), fp32),
+                x_bf16=T.alloc_fragment((dv, CHUNK), bf16),
+                beta_v=T.alloc_fragment((dv, CHUNK), fp32),
+                beta=T.alloc_fragment((CHUNK,), fp32),
                 beta_gamma=T.alloc_fragment((CHUNK,), fp32),
-                decay=T.alloc_fragment((CHUNK,), fp32),
+                x_factor=T.alloc_fragment((CHUNK,), fp32),
                 keep=T.alloc_local((1,), fp32),
+                slow=T.alloc_local((1,), "int32"),
             )
             beside = SimpleNamespace(
                 scores=T.alloc_fragment((CHUNK, CHUNK), fp32),
                 scores_bf16=T.alloc_fragment((CHUNK, CHUNK), bf16),
                 old_state=[T.alloc_fragment((TILE, TILE), bf16) for _ in DK_HALVES],
                 values=T.alloc_fragment((TILE, CHUNK), bf16),
-                output=T.alloc_fragment((TILE, CHUNK), fp32),
+                output=[T.alloc_fragment((TILE, CHUNK), fp32) for _ in range(groups)],
                 next_output=T.alloc_fragment((TILE, CHUNK), fp32),
                 output_bf16=T.alloc_fragment((CHUNK, TILE), bf16),
-                warp=T.alloc_local((1,), "int32"),
             )
             gates = SimpleNamespace(
                 **{
@@ -1043,22 +948,23 @@ def resident_kernel(config: ResidentConfig):
                     for name in (
                         "gate",
                         "beta",
-                        "first",
                         "last",
-                        "before",
                         "pending",
+                        "total",
+                        "reference",
                         "keep",
                         "grown",
-                        "start",
                     )
                 },
-                heads=T.alloc_local((CHUNK // BLOCK - 1,), fp32),
             )
             T.annotate_layout(
                 {
                     chain.v: transposed_accumulator(dv),
                     beside.output_bf16: transposed_accumulator(TILE),
-                    **{row: accumulator_row(dv) for row in (chain.beta_gamma, chain.decay)},
+                    **{
+                        row: accumulator_row(dv)
+                        for row in (chain.beta, chain.beta_gamma, chain.x_factor)
+                    },
                     tiles.state: register_dump(config.slots * len(DK_HALVES), dv),
                     tiles.values: register_dump(config.slots, dv),
                     **{
@@ -1077,12 +983,12 @@ def resident_kernel(config: ResidentConfig):
                     config.registers[1], 1 if config.registers[1] > launch_registers(config) else 0
                 )
                 if config.scores_group:
-                    lookahead_output_role(config, place, tiles, barriers, beside)
+                    output_role(config, place, tiles, barriers, beside)
                 else:
-                    output_role(config, place, thread, scale, tiles, barriers, beside)
+                    output_and_scores_role(config, place, scale, tiles, barriers, beside)
             elif thread < config.service_thread:
                 T.set_max_nreg(config.registers[2], 0)
-                scores_role(config, place, thread, scale, tiles, barriers, beside)
+                scores_role(config, place, scale, tiles, barriers, beside)
             else:
                 T.set_max_nreg(config.registers[-1], 0)
                 if thread < config.service_thread + WARP:
@@ -1092,4 +998,4 @@ def resident_kernel(config: ResidentConfig):
                 else:
                     gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates)
 
-    return gdn_resident
+    return gdn_forward_resident
