@@ -88,8 +88,7 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant("dv64", {}, (*CHAIN_SHAPES, *FULL_SHAPES)),
-        Variant("dv64_bare", {}, (*CHAIN_SHAPES, "parallel_equal", *FULL_SHAPES), bare=True),
-        Variant("dv64_late", {"early_factors": False}, CHAIN_SHAPES),
+        Variant("dv64_rolled", {"unrolled": False}, (*CHAIN_SHAPES, *FULL_SHAPES)),
         Variant("dv128", {"block_dv": 128}, FULL_SHAPES),
         Variant("dv128_bare", {"block_dv": 128}, FULL_SHAPES, bare=True),
     )

@@ -97,6 +97,7 @@ class ResidentConfig:
     slots: int | None = None
     registers: tuple[int, ...] | None = None
     early_factors: bool | None = None
+    unrolled: bool = True
 
     def __post_init__(self) -> None:
         if self.heads_q < 1 or self.heads_v % self.heads_q:
@@ -192,11 +193,13 @@ def step(config, chunk) -> Step:
 
 def laps(config, chunks):
     """Trip count of a loop that has one copy of its body a stage, so that addresses are known."""
-    return T.serial(T.ceildiv(chunks, config.stages))
+    return T.serial(T.ceildiv(chunks, config.stages) if config.unrolled else chunks)
 
 
 def steps(config, lap) -> tuple[Step, ...]:
     """The chunks of one trip; those past the last chunk are to be skipped."""
+    if not config.unrolled:
+        return (step(config, lap),)
     return tuple(Step(lap * config.stages + stage, stage, lap) for stage in range(config.stages))
 
 
@@ -237,14 +240,33 @@ def transposed_accumulator(columns: int) -> Fragment:
     return Fragment((CHUNK, columns), forward_fn=forward)
 
 
-def accumulator_row(rows: int) -> Fragment:
-    """Fragment of [64]: each thread has the columns that it holds of an accumulator [rows, 64]."""
-    owners = rows // 2  # threads that share a column of the accumulator
+def accumulator_row() -> Fragment:
+    """Fragment of [64]: each thread has the columns that it holds of an accumulator [64, 64]."""
+    owners = TILE // 2  # threads that share a column of the accumulator
 
     def forward(j, owner):
         return owner * 4 + j % 8 // 2, j // 8 * 2 + j % 2
 
     return Fragment((CHUNK,), forward_fn=forward, replicate=owners)
+
+
+def factor_pairs() -> Fragment:
+    """Fragment of [32, 4]: of every pair of tokens the thread that holds their columns has all."""
+    owners = TILE // 2
+
+    def forward(pair, factor, owner):
+        return owner * 4 + pair % 4, pair // 4 * 4 + factor
+
+    return Fragment((CHUNK // 2, 4), forward_fn=forward, replicate=owners)
+
+
+def beta(factors, token, *stage):
+    """Factors lie in fours, (beta, beta) and (beta exp(G), beta exp(G)) of two tokens."""
+    return factors[(*stage, token // 2, token % 2)]
+
+
+def beta_gamma(factors, token, *stage):
+    return factors[(*stage, token // 2, 2 + token % 2)]
 
 
 @T.macro
@@ -274,15 +296,12 @@ def take_values(config, here, tiles, barriers, registers):
     registers.keep[0] = tiles.keep[here.stage]
     load_values(config, here, tiles, registers.v)
     if config.early_factors:
-        T.copy(tiles.beta[here.stage, :], registers.beta)
-        T.copy(tiles.beta_gamma[here.stage, :], registers.beta_gamma)
+        T.copy(tiles.factors[here.stage, :, :], registers.factors)
         # beta V
         for i, j in T.Parallel(config.block_dv, CHUNK):
-            registers.beta_v[i, j] = registers.beta[j] * T.cast(registers.v[j, i], "float32")
-        if registers.keep[0] < 0.0:
-            # Never: a use that keeps ptxas from putting the products off until U' is there.
-            for i, j in T.Parallel(config.block_dv, CHUNK):
-                registers.beta_v[i, j] *= registers.keep[0]
+            registers.beta_v[i, j] = beta(registers.factors, j) * T.cast(
+                registers.v[j, i], "float32"
+            )
 
 
 @T.macro
@@ -347,12 +366,14 @@ def solve_values(config, place, here, tiles, barriers, registers):
     # W'^T = beta V^T - beta exp(G) U'^T
     if config.early_factors:
         for i, j in T.Parallel(config.block_dv, CHUNK):
-            registers.w[i, j] = registers.beta_v[i, j] - registers.beta_gamma[j] * registers.u[i, j]
+            registers.w[i, j] = (
+                registers.beta_v[i, j] - beta_gamma(registers.factors, j) * registers.u[i, j]
+            )
     else:
         for i, j in T.Parallel(config.block_dv, CHUNK):
             registers.w[i, j] = (
-                tiles.beta[here.stage, j] * T.cast(registers.v[j, i], "float32")
-                - tiles.beta_gamma[here.stage, j] * registers.u[i, j]
+                beta(tiles.factors, j, here.stage) * T.cast(registers.v[j, i], "float32")
+                - beta_gamma(tiles.factors, j, here.stage) * registers.u[i, j]
             )
 
     # V_new^T = W'^T A^T
@@ -476,13 +497,15 @@ def multiply_queries_keys(here, tiles, registers):
 
 @T.macro
 def gate_scores(here, scale, tiles, registers):
-    """P, as bf16 in registers, of the finished Q K^T."""
+    """P, as bf16 in registers, of Q K^T in flight."""
+    registers.slow[0] = tiles.slow[here.stage]
+    T.copy(tiles.score_gate[here.stage, :], registers.row_gate)
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.scores, num_regs=ACCUMULATOR_REGISTERS)
-    if tiles.slow[here.stage] == 0:
+    if registers.slow[0] == 0:
         # P = scale exp(G - r) tril(Q K^T)
         for i, j in T.Parallel(CHUNK, CHUNK):
-            registers.scores[i, j] *= tiles.score_gate[here.stage, i]
+            registers.scores[i, j] *= registers.row_gate[i]
         for i, j in T.Parallel(CHUNK, CHUNK):
             registers.scores[i, j] = T.if_then_else(i >= j, registers.scores[i, j], 0.0)
     else:
@@ -796,8 +819,8 @@ def gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates):
             gates.keep[0] = T.exp2(gates.pending[0])
             gates.pending[0] = 0.0
         gates.grown[0] = T.exp2(gates.total[0])
-        tiles.beta[stage, token] = gates.beta[0]
-        tiles.beta_gamma[stage, token] = gates.beta[0] * gates.grown[0]
+        tiles.factors[stage, token // 2, token % 2] = gates.beta[0]
+        tiles.factors[stage, token // 2, 2 + token % 2] = gates.beta[0] * gates.grown[0]
         tiles.output_gate[stage, token] = scale * gates.grown[0]
         tiles.x_factor[stage, token] = T.exp2(gates.reference[0] - gates.total[0])
         tiles.score_gate[stage, token] = T.if_then_else(
@@ -882,13 +905,12 @@ def resident_kernel(config: ResidentConfig):
                 **{
                     name: T.alloc_shared((stages, CHUNK), fp32, scope="shared")
                     for name in (
-                        "beta",
-                        "beta_gamma",  # beta exp(G)
                         "x_factor",  # exp(r - G), in a slow chunk exp(g_last - g)
                         "score_gate",  # scale exp(G - r), in a slow chunk log2 of gamma
                         "output_gate",  # scale exp(G)
                     )
                 },
+                factors=T.alloc_shared((stages, CHUNK // 2, 4), fp32, scope="shared"),
                 slow=T.alloc_shared((stages,), "int32", scope="shared"),
                 keep=T.alloc_shared((stages,), fp32, scope="shared"),
                 pending=T.alloc_shared(
@@ -927,14 +949,15 @@ def resident_kernel(config: ResidentConfig):
                 x=T.alloc_fragment((dv, CHUNK), fp32),
                 x_bf16=T.alloc_fragment((dv, CHUNK), bf16),
                 beta_v=T.alloc_fragment((dv, CHUNK), fp32),
-                beta=T.alloc_fragment((CHUNK,), fp32),
-                beta_gamma=T.alloc_fragment((CHUNK,), fp32),
+                factors=T.alloc_fragment((CHUNK // 2, 4), fp32),
                 x_factor=T.alloc_fragment((CHUNK,), fp32),
                 keep=T.alloc_local((1,), fp32),
                 slow=T.alloc_local((1,), "int32"),
             )
             beside = SimpleNamespace(
                 scores=T.alloc_fragment((CHUNK, CHUNK), fp32),
+                slow=T.alloc_local((1,), "int32"),
+                row_gate=T.alloc_fragment((CHUNK,), fp32),
                 scores_bf16=T.alloc_fragment((CHUNK, CHUNK), bf16),
                 old_state=[T.alloc_fragment((TILE, TILE), bf16) for _ in DK_HALVES],
                 values=T.alloc_fragment((TILE, CHUNK), bf16),
@@ -961,10 +984,8 @@ def resident_kernel(config: ResidentConfig):
                 {
                     chain.v: transposed_accumulator(dv),
                     beside.output_bf16: transposed_accumulator(TILE),
-                    **{
-                        row: accumulator_row(dv)
-                        for row in (chain.beta, chain.beta_gamma, chain.x_factor)
-                    },
+                    chain.factors: factor_pairs(),
+                    chain.x_factor: accumulator_row(),
                     tiles.state: register_dump(config.slots * len(DK_HALVES), dv),
                     tiles.values: register_dump(config.slots, dv),
                     **{
