@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernel")]
 
 HEAD_DIM = 128
-UNSPLIT_DV = {"chain_equal": 32, "long_low_gva": 32, "batch_split_gva": 32, "deep_gva_state": 32}
+UNSPLIT_DV = {"chain_equal": 64, "long_low_gva": 64, "batch_split_gva": 64, "deep_gva_state": 64}
 PLANS = (
-    "chain_equal:8:32:1",
+    "chain_equal:8:64:1",
     "chain_equal:13:64:1",
     "chain_equal:13:64:3",
     "chain_equal:16:64:1",
@@ -98,29 +98,29 @@ class Variant:
 
 
 def split_launchers(heads_q, heads_v, initial_state, block_dv, products):
+    from gdn_prefill.kernels import resident
     from gdn_prefill.kernels import split as kernels
     from gdn_prefill.runtime import compile_launcher
     from gdn_prefill.split import SplitLaunchers
 
     residual = products == 3
-    prim_funcs = (
-        kernels.summary_kernel(
-            kernels.SummaryConfig(heads_q, heads_v, initial_state, residual=residual)
+    forward = resident.ResidentConfig(heads_q, heads_v, block_dv, initial_state, segmented=True)
+    summary = kernels.SummaryConfig(heads_q, heads_v, initial_state, residual=residual)
+    return SplitLaunchers(
+        compile_launcher(kernels.summary_kernel(summary), kernels.PASS_CONFIGS),
+        compile_launcher(
+            kernels.scan_kernel(kernels.ScanConfig(heads_v, products)), kernels.PASS_CONFIGS
         ),
-        kernels.scan_kernel(kernels.ScanConfig(heads_v, products)),
-        kernels.segment_forward_kernel(
-            kernels.segment_forward_config(heads_q, heads_v, block_dv, initial_state)
-        ),
+        compile_launcher(resident.resident_kernel(forward), resident.PASS_CONFIGS),
     )
-    return SplitLaunchers(*(compile_launcher(f, kernels.PASS_CONFIGS) for f in prim_funcs))
 
 
 def unsplit_launcher(heads_q, heads_v, initial_state, block_dv):
-    from gdn_prefill.kernels import forward
+    from gdn_prefill.kernels import resident
     from gdn_prefill.runtime import compile_launcher
 
-    config = forward.ForwardConfig(heads_q, heads_v, block_dv, initial_state)
-    return compile_launcher(forward.forward_kernel(config), forward.PASS_CONFIGS)
+    config = resident.ResidentConfig(heads_q, heads_v, block_dv, initial_state)
+    return compile_launcher(resident.resident_kernel(config), resident.PASS_CONFIGS)
 
 
 class Bound:

@@ -32,8 +32,10 @@ def emulated(monkeypatch):
         monkeypatch.setattr(torch._C, name, stand_in, raising=False)
 
 
-@pytest.mark.parametrize("forward_kernel", ["resident", "four_group"])
-@pytest.mark.parametrize(("split", "compiles"), [(False, 1), (2, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("forward_kernel", "split", "compiles"),
+    [("resident", False, 1), ("resident", 2, 2), ("resident", 3, 3), ("four_group", False, 1)],
+)
 def test_every_plan_gives_the_operator(emulated, forward_kernel, split, compiles):
     layer = Runtime(forward_kernel=forward_kernel)
     inputs = make_inputs(TAILED)

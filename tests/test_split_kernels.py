@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from cases import CHUNK, HEAD_DIM, Inputs
-from gdn_prefill.kernels import forward, split
+from gdn_prefill.kernels import forward, resident, split
 from gdn_prefill.split import SegmentPlan, SplitLaunchers, split_forward, workspaces
 from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
 from tile_emulator import DeadlockError, Edit, Program, adversarial, emulate
 
 TOLERANCE = {"rtol": 5e-3, "atol": 5e-3}
 SCALE = HEAD_DIM**-0.5
+PASS_CONFIGS = (split.PASS_CONFIGS, split.PASS_CONFIGS, resident.PASS_CONFIGS)
 
 
 def unit(x):
@@ -77,7 +78,9 @@ def programs(Hq, Hv, state, products, block_dv):
         Program(split.summary_kernel(split.SummaryConfig(Hq, Hv, state, products == 3))),
         Program(split.scan_kernel(split.ScanConfig(Hv, products))),
         Program(
-            split.segment_forward_kernel(split.segment_forward_config(Hq, Hv, block_dv, state))
+            resident.resident_kernel(
+                resident.ResidentConfig(Hq, Hv, block_dv, state, segmented=True)
+            )
         ),
     )
 
@@ -88,15 +91,13 @@ def run_split(x, length, products=3, block_dv=64, **options):
     plan = SegmentPlan(-(-T // CHUNK), length)
     kernels = programs(x.q.shape[2], Hv, x.initial_state is not None, products, block_dv)
 
-    def launcher(program):
-        return lambda *arguments: emulate(
-            program, *arguments, pass_configs=split.PASS_CONFIGS, **options
-        )
+    def launcher(program, pass_configs):
+        return lambda *arguments: emulate(program, *arguments, pass_configs=pass_configs, **options)
 
     between = temporaries(x, plan, products)
     output, final_state = outputs(x)
     split_forward(
-        SplitLaunchers(*map(launcher, kernels)),
+        SplitLaunchers(*map(launcher, kernels, PASS_CONFIGS)),
         plan,
         between,
         prepared(x),

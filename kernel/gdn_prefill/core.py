@@ -25,21 +25,17 @@ class CoreKernel(NamedTuple):
 
 
 def _resident(heads_q: int, heads_v: int, block_dv: int, initial: bool, cut: bool) -> CoreKernel:
-    if cut:
-        return _four_group(heads_q, heads_v, block_dv, initial, cut)
     from .kernels import resident
 
-    config = resident.ResidentConfig(heads_q, heads_v, block_dv, initial)
+    config = resident.ResidentConfig(heads_q, heads_v, block_dv, initial, segmented=cut)
     return CoreKernel(config.name, resident.resident_kernel, config, resident.PASS_CONFIGS)
 
 
 def _four_group(heads_q: int, heads_v: int, block_dv: int, initial: bool, cut: bool) -> CoreKernel:
-    from .kernels import forward, split
+    from .kernels import forward
 
     if cut:
-        config = split.segment_forward_config(heads_q, heads_v, block_dv, initial)
-        name = f"segment_{config.name}"
-        return CoreKernel(name, split.segment_forward_kernel, config, split.PASS_CONFIGS)
+        raise ValueError("forward='four_group' runs unsplit plans only; the plan has a cut")
     config = forward.ForwardConfig(heads_q, heads_v, block_dv, initial)
     return CoreKernel(config.name, forward.forward_kernel, config, forward.PASS_CONFIGS)
 
@@ -60,7 +56,8 @@ def core_kernels(
     forward: str = SHIPPED,
 ) -> dict[str, CoreKernel]:
     """The kernels of a plan in the order of their launches: "summary" and "scan" of a split (no
-    scan with two segments), and "forward", one of FORWARD_KERNELS.
+    scan with two segments), and "forward", one of FORWARD_KERNELS. Raises ValueError for a plan
+    that the forward kernel cannot run.
     """
     kernels = {}
     if plan.cut is not None:

@@ -86,6 +86,7 @@ class ResidentConfig:
     stages: chunks of input in flight. slots: publications that the output group may lag by.
     registers: per thread of (state, output, scores where there are such, service) after setmaxnreg.
     early_factors: make beta V, and read the factors of U' and V_new, before they are needed.
+    segmented: run over the segments of a split over time, from the states that its scan leaves.
     """
 
     heads_q: int
@@ -98,6 +99,7 @@ class ResidentConfig:
     registers: tuple[int, ...] | None = None
     early_factors: bool | None = None
     unrolled: bool = True
+    segmented: bool = False
 
     def __post_init__(self) -> None:
         if self.heads_q < 1 or self.heads_v % self.heads_q:
@@ -108,7 +110,7 @@ class ResidentConfig:
         defaults = {
             "stages": 3 if narrow else 2,
             "slots": 2 if narrow else 1,
-            "registers": (216, 144, 88, 64) if narrow else (168, 144, 32),
+            "registers": (224, 144, 80, 64) if narrow else (168, 144, 32),
             "early_factors": narrow,
         }
         for name, value in defaults.items():
@@ -161,7 +163,8 @@ class ResidentConfig:
         """A readable name of the specialisation, unique among the shipped ones."""
         start = "init" if self.use_initial_state else "zero"
         end = "final" if self.store_final_state else "drop"
-        return f"resident_hq{self.heads_q}_hv{self.heads_v}_dv{self.block_dv}_{start}_{end}"
+        kind = "segment_" if self.segmented else ""
+        return f"{kind}resident_hq{self.heads_q}_hv{self.heads_v}_dv{self.block_dv}_{start}_{end}"
 
 
 @dataclass(frozen=True)
@@ -360,6 +363,8 @@ def decay_state(config, registers):
 def solve_values(config, place, here, tiles, barriers, registers):
     """From U'^T in flight to the finished V_new^T; what the next chunk brings in its shadow."""
     registers.slow[0] = tiles.slow[here.stage]
+    if config.early_factors:
+        T.copy(tiles.x_factor[here.stage, :], registers.x_factor)
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR_REGISTERS)
 
@@ -386,7 +391,6 @@ def solve_values(config, place, here, tiles, barriers, registers):
         clear_accum=True,
     )
     if config.early_factors:
-        T.copy(tiles.x_factor[here.stage, :], registers.x_factor)
         if here.chunk + 1 < place.chunks:
             take_values(config, following(config, here), tiles, barriers, registers)
     TC.wait_wgmma(0)
@@ -420,21 +424,52 @@ def absorb_values(config, here, group, tiles, barriers, registers):
 
 
 @T.macro
-def state_role(config, place, thread, inputs, tiles, barriers, registers):
-    """The serial chain: S -> U' -> W' -> X -> S, all of it in registers."""
-    dv = config.block_dv
-    group = thread // WARP_GROUP
-    first = step(config, 0)
-    last = step(config, place.chunks - 1)
+def load_initial_state(config, place, inputs, registers):
     if config.use_initial_state:
         for half in DK_HALVES:
-            for i, j in T.Parallel(dv, TILE):
+            for i, j in T.Parallel(config.block_dv, TILE):
                 registers.state[half][i, j] = inputs.initial_state[
                     place.batch, place.head, half * TILE + j, place.dv + i
                 ]
     else:
         for half in DK_HALVES:
             T.clear(registers.state[half])
+
+
+@T.macro
+def load_state(config, place, inputs, registers):
+    """The state that the CTA's first chunk begins with."""
+    if config.segmented:
+        if place.segment > 0:
+            for half in DK_HALVES:
+                for i, j in T.Parallel(config.block_dv, TILE):
+                    registers.state[half][i, j] = inputs.states[
+                        place.segment - 1, place.batch, place.head, place.dv + i, half * TILE + j
+                    ]
+        else:
+            load_initial_state(config, place, inputs, registers)
+    else:
+        load_initial_state(config, place, inputs, registers)
+
+
+@T.macro
+def store_state(config, place, inputs, registers):
+    """The state after the last chunk, with the decay that is still to be applied."""
+    if config.store_final_state:
+        for half in DK_HALVES:
+            for i, j in T.Parallel(config.block_dv, TILE):
+                inputs.final_state[place.batch, place.head, half * TILE + j, place.dv + i] = (
+                    registers.state[half][i, j] * registers.keep[0]
+                )
+
+
+@T.macro
+def state_role(config, place, thread, inputs, tiles, barriers, registers):
+    """The serial chain: S -> U' -> W' -> X -> S, all of it in registers."""
+    group = thread // WARP_GROUP
+    first = step(config, 0)
+    last = step(config, place.chunks - 1)
+    load_state(config, place, inputs, registers)
 
     take_values(config, first, tiles, barriers, registers)
     for half in DK_HALVES:
@@ -474,12 +509,11 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
     TC.wait_wgmma(0)
     for half in DK_HALVES:
         TC.warpgroup_fence_operand(registers.state[half], num_regs=ACCUMULATOR_REGISTERS)
-    if config.store_final_state:
-        for half in DK_HALVES:
-            for i, j in T.Parallel(dv, TILE):
-                inputs.final_state[place.batch, place.head, half * TILE + j, place.dv + i] = (
-                    registers.state[half][i, j] * registers.keep[0]
-                )
+    if config.segmented:
+        if place.segment == place.segments - 1:
+            store_state(config, place, inputs, registers)
+    else:
+        store_state(config, place, inputs, registers)
 
 
 # --- scores
@@ -844,6 +878,147 @@ def gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates):
         arrive_warp(barriers.chunk_ready, after.stage)
 
 
+@T.macro
+def resident_cta(config, place, scale, inputs):
+    """Everything one CTA does: its memory, its barriers, its roles."""
+    dv, stages, groups = config.block_dv, config.stages, config.state_groups
+    bf16, fp32 = "bfloat16", "float32"
+    tiles = SimpleNamespace(
+        q=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),
+        k=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),
+        v=[T.alloc_shared((CHUNK, dv), bf16) for _ in range(stages)],
+        a=T.alloc_shared((stages, CHUNK, CHUNK), bf16),
+        state=T.alloc_shared((config.slots * len(DK_HALVES), dv, TILE), bf16),
+        values=T.alloc_shared((config.slots, dv, CHUNK), bf16),
+        scores=T.alloc_shared((SCORE_SLOTS, CHUNK, CHUNK), bf16),
+        output=[T.alloc_shared((CHUNK, TILE), bf16) for _ in range(groups)],
+        **{
+            name: T.alloc_shared((stages, CHUNK), fp32, scope="shared")
+            for name in (
+                "x_factor",  # exp(r - G), in a slow chunk exp(g_last - g)
+                "score_gate",  # scale exp(G - r), in a slow chunk log2 of gamma
+                "output_gate",  # scale exp(G)
+            )
+        },
+        factors=T.alloc_shared((stages, CHUNK // 2, 4), fp32, scope="shared"),
+        slow=T.alloc_shared((stages,), "int32", scope="shared"),
+        keep=T.alloc_shared((stages,), fp32, scope="shared"),
+        pending=T.alloc_shared((stages,), fp32, scope="shared"),  # decay still to be applied
+    )
+    barriers = SimpleNamespace(
+        inputs_landed=T.alloc_barrier([WARP] * stages),  # by the producer warp and its TMA loads
+        inputs_ready=T.alloc_barrier(
+            [GATE_WARPS] * stages
+        ),  # by the gate warps: landed, and the factors written
+        chunk_ready=T.alloc_barrier(
+            [GATE_WARPS + WARPS_PER_GROUP * config.scores_group] * stages
+        ),  # the same, and by the output group that a publication may take its place
+        inputs_free=T.alloc_barrier(
+            [(groups + 1 + config.scores_group) * WARPS_PER_GROUP] * stages
+        ),  # by state, output and scores groups
+        published=T.alloc_barrier(
+            [WARPS_PER_GROUP * (1 + config.scores_group)] * (config.slots * groups)
+        ),  # by each state group, and the scores group
+        scores_free=T.alloc_barrier([WARPS_PER_GROUP] * SCORE_SLOTS),  # by the output group
+        consumed=T.alloc_barrier(
+            [WARPS_PER_GROUP] * (config.slots * groups)
+        ),  # by the output group
+        output_ready=T.alloc_barrier([WARPS_PER_GROUP]),  # by the output group
+        output_stored=T.alloc_barrier([WARP]),  # by the writer warp
+    )
+    chain = SimpleNamespace(
+        state=[T.alloc_fragment((dv, TILE), fp32) for _ in DK_HALVES],
+        state_bf16=[T.alloc_fragment((dv, TILE), bf16) for _ in DK_HALVES],
+        u=T.alloc_fragment((dv, CHUNK), fp32),
+        v=T.alloc_fragment((CHUNK, dv), bf16),
+        w=T.alloc_fragment((dv, CHUNK), bf16),
+        x=T.alloc_fragment((dv, CHUNK), fp32),
+        x_bf16=T.alloc_fragment((dv, CHUNK), bf16),
+        beta_v=T.alloc_fragment((dv, CHUNK), fp32),
+        factors=T.alloc_fragment((CHUNK // 2, 4), fp32),
+        x_factor=T.alloc_fragment((CHUNK,), fp32),
+        keep=T.alloc_local((1,), fp32),
+        slow=T.alloc_local((1,), "int32"),
+    )
+    beside = SimpleNamespace(
+        scores=T.alloc_fragment((CHUNK, CHUNK), fp32),
+        slow=T.alloc_local((1,), "int32"),
+        row_gate=T.alloc_fragment((CHUNK,), fp32),
+        scores_bf16=T.alloc_fragment((CHUNK, CHUNK), bf16),
+        old_state=[T.alloc_fragment((TILE, TILE), bf16) for _ in DK_HALVES],
+        values=T.alloc_fragment((TILE, CHUNK), bf16),
+        output=[T.alloc_fragment((TILE, CHUNK), fp32) for _ in range(groups)],
+        next_output=T.alloc_fragment((TILE, CHUNK), fp32),
+        output_bf16=T.alloc_fragment((CHUNK, TILE), bf16),
+    )
+    gates = SimpleNamespace(
+        **{
+            name: T.alloc_local((1,), fp32)
+            for name in (
+                "gate",
+                "beta",
+                "last",
+                "pending",
+                "total",
+                "reference",
+                "keep",
+                "grown",
+            )
+        },
+    )
+    T.annotate_layout(
+        {
+            chain.v: transposed_accumulator(dv),
+            beside.output_bf16: transposed_accumulator(TILE),
+            chain.factors: factor_pairs(),
+            chain.x_factor: accumulator_row(),
+            tiles.state: register_dump(config.slots * len(DK_HALVES), dv),
+            tiles.values: register_dump(config.slots, dv),
+            **{tile: make_full_bank_swizzled_layout(tile) for tile in (*tiles.v, *tiles.output)},
+        }
+    )
+    thread = T.get_thread_binding()
+
+    if thread < config.state_threads:
+        T.set_max_nreg(config.registers[0], 1)
+        state_role(config, place, thread, inputs, tiles, barriers, chain)
+    elif thread < config.state_threads + WARP_GROUP:
+        T.set_max_nreg(
+            config.registers[1], 1 if config.registers[1] > launch_registers(config) else 0
+        )
+        if config.scores_group:
+            output_role(config, place, tiles, barriers, beside)
+        else:
+            output_and_scores_role(config, place, scale, tiles, barriers, beside)
+    elif thread < config.service_thread:
+        T.set_max_nreg(config.registers[2], 0)
+        scores_role(config, place, scale, tiles, barriers, beside)
+    else:
+        T.set_max_nreg(config.registers[-1], 0)
+        if thread < config.service_thread + WARP:
+            producer_warp(config, place, inputs, tiles, barriers)
+        elif thread < config.service_thread + 2 * WARP:
+            writer_warp(config, place, inputs, tiles, barriers)
+        else:
+            gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates)
+
+
+@dataclass(frozen=True)
+class SegmentTokens:
+    """A tensor [B, T, ...] whose tokens are counted from the first of a segment."""
+
+    tensor: object
+    first: object
+
+    def __getitem__(self, index):
+        sequence, token, *rest = index
+        if isinstance(token, slice):
+            token = slice(self.first + token.start, self.first + token.stop)
+        else:
+            token = self.first + token
+        return self.tensor[(sequence, token, *rest)]
+
+
 def resident_kernel(config: ResidentConfig):
     """Build the register-resident forward kernel as a TileLang PrimFunc.
 
@@ -852,10 +1027,19 @@ def resident_kernel(config: ResidentConfig):
     dummy unless config.use_initial_state), output [B, T, Hv, 128] bf16, final_state
     [B, Hv, 128, 128] fp32 (a one-element dummy unless config.store_final_state), scale fp32.
     B and T are dynamic.
+
+    With config.segmented there are two more: after initial_state, states [segments - 1, B, Hv, 128
+    (dv), 128 (dk)] fp32, the state at the end of every segment but the last as the scan of a split
+    leaves it, and at the end chunks_per_segment int32, of which the last segment has what remains,
+    at least one. Segments >= 2 are dynamic.
     """
+    return _segments(config) if config.segmented else _sequences(config)
+
+
+def _sequences(config: ResidentConfig):
+    """One CTA per tile of a sequence's state."""
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
-    heads_q, heads_v, dv, stages = config.heads_q, config.heads_v, config.block_dv, config.stages
-    groups = config.state_groups
+    heads_q, heads_v, dv = config.heads_q, config.heads_v, config.block_dv
     slices = HEAD_DIM // dv
     state_shape = (batch, heads_v, HEAD_DIM, HEAD_DIM)
     bf16, fp32 = "bfloat16", "float32"
@@ -893,130 +1077,63 @@ def resident_kernel(config: ResidentConfig):
                 tokens=tokens,
                 chunks=T.ceildiv(tokens, CHUNK),
             )
-            tiles = SimpleNamespace(
-                q=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),
-                k=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),
-                v=[T.alloc_shared((CHUNK, dv), bf16) for _ in range(stages)],
-                a=T.alloc_shared((stages, CHUNK, CHUNK), bf16),
-                state=T.alloc_shared((config.slots * len(DK_HALVES), dv, TILE), bf16),
-                values=T.alloc_shared((config.slots, dv, CHUNK), bf16),
-                scores=T.alloc_shared((SCORE_SLOTS, CHUNK, CHUNK), bf16),
-                output=[T.alloc_shared((CHUNK, TILE), bf16) for _ in range(groups)],
-                **{
-                    name: T.alloc_shared((stages, CHUNK), fp32, scope="shared")
-                    for name in (
-                        "x_factor",  # exp(r - G), in a slow chunk exp(g_last - g)
-                        "score_gate",  # scale exp(G - r), in a slow chunk log2 of gamma
-                        "output_gate",  # scale exp(G)
-                    )
-                },
-                factors=T.alloc_shared((stages, CHUNK // 2, 4), fp32, scope="shared"),
-                slow=T.alloc_shared((stages,), "int32", scope="shared"),
-                keep=T.alloc_shared((stages,), fp32, scope="shared"),
-                pending=T.alloc_shared(
-                    (stages,), fp32, scope="shared"
-                ),  # decay still to be applied
-            )
-            barriers = SimpleNamespace(
-                inputs_landed=T.alloc_barrier(
-                    [WARP] * stages
-                ),  # by the producer warp and its TMA loads
-                inputs_ready=T.alloc_barrier(
-                    [GATE_WARPS] * stages
-                ),  # by the gate warps: landed, and the factors written
-                chunk_ready=T.alloc_barrier(
-                    [GATE_WARPS + WARPS_PER_GROUP * config.scores_group] * stages
-                ),  # the same, and by the output group that a publication may take its place
-                inputs_free=T.alloc_barrier(
-                    [(groups + 1 + config.scores_group) * WARPS_PER_GROUP] * stages
-                ),  # by state, output and scores groups
-                published=T.alloc_barrier(
-                    [WARPS_PER_GROUP * (1 + config.scores_group)] * (config.slots * groups)
-                ),  # by each state group, and the scores group
-                scores_free=T.alloc_barrier([WARPS_PER_GROUP] * SCORE_SLOTS),  # by the output group
-                consumed=T.alloc_barrier(
-                    [WARPS_PER_GROUP] * (config.slots * groups)
-                ),  # by the output group
-                output_ready=T.alloc_barrier([WARPS_PER_GROUP]),  # by the output group
-                output_stored=T.alloc_barrier([WARP]),  # by the writer warp
-            )
-            chain = SimpleNamespace(
-                state=[T.alloc_fragment((dv, TILE), fp32) for _ in DK_HALVES],
-                state_bf16=[T.alloc_fragment((dv, TILE), bf16) for _ in DK_HALVES],
-                u=T.alloc_fragment((dv, CHUNK), fp32),
-                v=T.alloc_fragment((CHUNK, dv), bf16),
-                w=T.alloc_fragment((dv, CHUNK), bf16),
-                x=T.alloc_fragment((dv, CHUNK), fp32),
-                x_bf16=T.alloc_fragment((dv, CHUNK), bf16),
-                beta_v=T.alloc_fragment((dv, CHUNK), fp32),
-                factors=T.alloc_fragment((CHUNK // 2, 4), fp32),
-                x_factor=T.alloc_fragment((CHUNK,), fp32),
-                keep=T.alloc_local((1,), fp32),
-                slow=T.alloc_local((1,), "int32"),
-            )
-            beside = SimpleNamespace(
-                scores=T.alloc_fragment((CHUNK, CHUNK), fp32),
-                slow=T.alloc_local((1,), "int32"),
-                row_gate=T.alloc_fragment((CHUNK,), fp32),
-                scores_bf16=T.alloc_fragment((CHUNK, CHUNK), bf16),
-                old_state=[T.alloc_fragment((TILE, TILE), bf16) for _ in DK_HALVES],
-                values=T.alloc_fragment((TILE, CHUNK), bf16),
-                output=[T.alloc_fragment((TILE, CHUNK), fp32) for _ in range(groups)],
-                next_output=T.alloc_fragment((TILE, CHUNK), fp32),
-                output_bf16=T.alloc_fragment((CHUNK, TILE), bf16),
-            )
-            gates = SimpleNamespace(
-                **{
-                    name: T.alloc_local((1,), fp32)
-                    for name in (
-                        "gate",
-                        "beta",
-                        "last",
-                        "pending",
-                        "total",
-                        "reference",
-                        "keep",
-                        "grown",
-                    )
-                },
-            )
-            T.annotate_layout(
-                {
-                    chain.v: transposed_accumulator(dv),
-                    beside.output_bf16: transposed_accumulator(TILE),
-                    chain.factors: factor_pairs(),
-                    chain.x_factor: accumulator_row(),
-                    tiles.state: register_dump(config.slots * len(DK_HALVES), dv),
-                    tiles.values: register_dump(config.slots, dv),
-                    **{
-                        tile: make_full_bank_swizzled_layout(tile)
-                        for tile in (*tiles.v, *tiles.output)
-                    },
-                }
-            )
-            thread = T.get_thread_binding()
-
-            if thread < config.state_threads:
-                T.set_max_nreg(config.registers[0], 1)
-                state_role(config, place, thread, inputs, tiles, barriers, chain)
-            elif thread < config.state_threads + WARP_GROUP:
-                T.set_max_nreg(
-                    config.registers[1], 1 if config.registers[1] > launch_registers(config) else 0
-                )
-                if config.scores_group:
-                    output_role(config, place, tiles, barriers, beside)
-                else:
-                    output_and_scores_role(config, place, scale, tiles, barriers, beside)
-            elif thread < config.service_thread:
-                T.set_max_nreg(config.registers[2], 0)
-                scores_role(config, place, scale, tiles, barriers, beside)
-            else:
-                T.set_max_nreg(config.registers[-1], 0)
-                if thread < config.service_thread + WARP:
-                    producer_warp(config, place, inputs, tiles, barriers)
-                elif thread < config.service_thread + 2 * WARP:
-                    writer_warp(config, place, inputs, tiles, barriers)
-                else:
-                    gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates)
+            resident_cta(config, place, scale, inputs)
 
     return gdn_forward_resident
+
+
+def _segments(config: ResidentConfig):
+    """One CTA per tile of a sequence's state and segment of its tokens."""
+    batch, tokens, boundaries = T.dynamic("batch"), T.dynamic("tokens"), T.dynamic("boundaries")
+    heads_q, heads_v, dv = config.heads_q, config.heads_v, config.block_dv
+    slices = HEAD_DIM // dv
+    state_shape = (batch, heads_v, HEAD_DIM, HEAD_DIM)
+    bf16, fp32 = "bfloat16", "float32"
+
+    @T.prim_func
+    def gdn_segment_forward(
+        q: T.Tensor((batch, tokens, heads_q, HEAD_DIM), bf16),
+        k: T.Tensor((batch, tokens, heads_q, HEAD_DIM), bf16),
+        v: T.Tensor((batch, tokens, heads_v, HEAD_DIM), bf16),
+        g_cumsum: T.Tensor((batch, tokens, heads_v), fp32),
+        beta: T.Tensor((batch, tokens, heads_v), fp32),
+        A: T.Tensor((batch, tokens, heads_v, CHUNK), bf16),
+        initial_state: T.Tensor(state_shape if config.use_initial_state else (1,), fp32),
+        states: T.Tensor((boundaries, *state_shape), fp32),
+        output: T.Tensor((batch, tokens, heads_v, HEAD_DIM), bf16),
+        final_state: T.Tensor(state_shape if config.store_final_state else (1,), fp32),
+        scale: T.float32,
+        chunks_per_segment: T.int32,
+    ):
+        # Three extents, as a division by a run-time number would land in every TMA coordinate.
+        with T.Kernel(slices * heads_v, batch, boundaries + 1, threads=config.threads) as (
+            tile,
+            sequence,
+            segment,
+        ):
+            first = segment * chunks_per_segment * CHUNK
+            inputs = SimpleNamespace(
+                q=SegmentTokens(q, first),
+                k=SegmentTokens(k, first),
+                v=SegmentTokens(v, first),
+                g=SegmentTokens(g_cumsum, first),
+                beta=SegmentTokens(beta, first),
+                a=SegmentTokens(A, first),
+                initial_state=initial_state,
+                states=states,
+                output=SegmentTokens(output, first),
+                final_state=final_state,
+            )
+            place = SimpleNamespace(
+                batch=sequence,
+                head=tile // slices,
+                head_q=tile // slices // (heads_v // heads_q),
+                dv=tile % slices * dv,
+                segment=segment,
+                segments=boundaries + 1,
+                tokens=tokens - first,
+                chunks=T.min(chunks_per_segment, T.ceildiv(tokens - first, CHUNK)),
+            )
+            resident_cta(config, place, scale, inputs)
+
+    return gdn_segment_forward
