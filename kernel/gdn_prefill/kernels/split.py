@@ -81,7 +81,7 @@ class SummaryConfig:
     use_initial_state: bool = False
     residual: bool = True
     stages: int = 3
-    registers: tuple[int, int, int] = (176, 120, 40)
+    registers: tuple[int, int, int] = (168, 136, 40)
 
     def __post_init__(self) -> None:
         check_heads(self.heads_q, self.heads_v)
@@ -234,24 +234,14 @@ def prepare_role(config, place, tiles, barriers, registers):
         stage = chunk % config.stages
         T.barrier_wait(barriers.inputs_ready[stage], (chunk // config.stages) % 2)
         T.copy(tiles.a[stage, :, :], registers.a)
-
         for i, j in T.Parallel(CHUNK, CHUNK):
-            registers.key_weights[i, j] = T.cast(
-                T.cast(registers.a[i, j], "float32")
-                * (tiles.decay[stage, i] * tiles.key_factor[stage, j]),
-                "bfloat16",
-            )
-
-        # a = exp(g_last - g) A beta, or exp(g_last - g) A (-Gamma beta gamma)
-        for i, j in T.Parallel(CHUNK, CHUNK):
-            registers.a[i, j] = T.cast(
-                T.cast(registers.a[i, j], "float32")
-                * (tiles.decay[stage, i] * tiles.value_factor[stage, j]),
-                "bfloat16",
-            )
-        T.copy(registers.a, tiles.a[stage, :, :])
+            registers.decayed[i, j] = T.cast(registers.a[i, j], "float32") * tiles.decay[stage, i]
 
         # w = (-exp(g_last - g) A beta gamma) K
+        for i, j in T.Parallel(CHUNK, CHUNK):
+            registers.key_weights[i, j] = T.cast(
+                registers.decayed[i, j] * tiles.key_factor[stage, j], "bfloat16"
+            )
         for half in DK_HALVES:
             TC.wgmma_gemm(
                 registers.key_weights,
@@ -260,6 +250,14 @@ def prepare_role(config, place, tiles, barriers, registers):
                 policy=FULL_ROW,
                 clear_accum=True,
             )
+
+        # a = exp(g_last - g) A beta, or exp(g_last - g) A (-Gamma beta gamma)
+        for i, j in T.Parallel(CHUNK, CHUNK):
+            registers.a[i, j] = T.cast(
+                registers.decayed[i, j] * tiles.value_factor[stage, j], "bfloat16"
+            )
+        T.copy(registers.a, tiles.a[stage, :, :])
+
         TC.wait_wgmma(0)
         for half in DK_HALVES:
             TC.warpgroup_fence_operand(registers.w[half], num_regs=ACCUMULATOR_REGISTERS)
@@ -420,6 +418,7 @@ def summary_kernel(config: SummaryConfig):
             )
             beside = SimpleNamespace(
                 a=T.alloc_fragment((CHUNK, CHUNK), bf16),
+                decayed=T.alloc_fragment((CHUNK, CHUNK), fp32),
                 key_weights=T.alloc_fragment((CHUNK, CHUNK), bf16),
                 w=[T.alloc_fragment((CHUNK, TILE), fp32) for _ in DK_HALVES],
             )
