@@ -13,14 +13,15 @@ from pathlib import Path
 
 from cases import CHUNK, HEAD_DIM, Case, load_baselines, load_cases
 from gdn_ladder import VERSIONS, LadderShape, get_version, kernels_of
-from gdn_prefill.dispatch import block_dv_for
+from gdn_ladder.families import CORE as PACKAGE_CORE
 
 from .check import Status
 from .device import H200
 from .floors import hbm_floor_ms, tensor_floor_ms
 from .implementations import CORE, FULL, LADDER, OURS, SCOPES
-from .metrics import SHIPPED, by_kernel, read_metrics
-from .results import RESULTS, Row, read_rows
+from .metrics import VERSIONS as PROFILED
+from .metrics import by_kernel, read_metrics
+from .results import RESULTS, SHIPPED, Row, read_rows, version_of
 from .score import geometric_mean, recorded_sheet, standings_of_rows
 from .selection import select_cases
 from .timing import Protocol
@@ -30,6 +31,15 @@ SMS = 132
 # bf16 multiply-adds of one SM a cycle, and its clock in GHz.
 RATE, CLOCK = 2048, 1.98
 GRAPH = Protocol.GRAPH.value
+# Two shapes of benchmarks/resident_variants.py that differ in their chunks alone, by SMs in use.
+SLOPES = {
+    "few": (("slope_short", 64), ("slope_long", 256)),
+    "full": (("full_short", 32), ("wide_gva_state", 128)),
+}
+
+
+class NotRecordedError(LookupError):
+    """A measurement that can be asked for and has not been recorded yet."""
 
 
 class Derivations:
@@ -53,14 +63,28 @@ class Derivations:
 
     def ladder(self, version: str, case: str, protocol: str = GRAPH) -> float:
         """The core of a version, from the interleaved run of the ladder."""
-        name, version = (OURS, None) if version == SHIPPED else (LADDER, version)
-        return _median(self._rows("ladder"), name, case, CORE, protocol, version)
+        if version != SHIPPED:
+            get_version(version)
+        wanted = (version, self._cases[case].name, CORE, protocol)
+        return _median(
+            self._rows("ladder"),
+            wanted,
+            lambda row: (version_of(row), row.case, row.scope, row.protocol),
+        )
 
     def bench(
         self, implementation: str, case: str, scope: str = CORE, protocol: str = GRAPH
     ) -> float:
         """This package or a peer, from the interleaved run against the peers."""
-        return _median(self._rows("bench"), implementation, case, scope, protocol)
+        return _median(
+            self._rows("bench"),
+            (implementation, self._cases[case].name, scope, protocol),
+            lambda row: (row.implementation, row.case, row.scope, row.protocol),
+        )
+
+    def release(self, file: str) -> str:
+        """The release of this package that a file's rows measured."""
+        return next(row.version for row in self._rows(file) if row.implementation == OURS)
 
     def chunk_us(self, version: str, case: str) -> float:
         """Microseconds a chunk, launch, first load and last store included."""
@@ -120,6 +144,18 @@ class Derivations:
     def hosts(self, column: str) -> list[float]:
         return sorted(self.host(case, column) for case in self._cases)
 
+    def slope(self, round_: int, variant: str = "dv64", occupancy: str = "few") -> float:
+        """Microseconds a chunk of a variant in a round of rounds/, fixed costs left out.
+
+        occupancy: "few" heads, from 4096 to 16384 tokens, or "full", from 2048 to 8192 on 64 heads.
+        """
+        (short, fewer), (long, more) = SLOPES[occupancy]
+        times = self._round(round_)
+        for shape in (short, long):
+            if (variant, shape) not in times:
+                raise NotRecordedError(f"round {round_} has no {variant} on {shape}")
+        return (times[variant, long] - times[variant, short]) / (more - fewer)
+
     # Shapes and floors
 
     def chunks(self, case: str) -> int:
@@ -130,15 +166,18 @@ class Derivations:
 
     def tile(self, version: str, case: str) -> int:
         """State columns of one CTA of a version's (first) kernel."""
-        found = self._cases[case]
         if version == SHIPPED:
-            return block_dv_for(found.state_heads, SMS)
-        shape = LadderShape(found.B, found.T, found.Hq, found.Hv, found.initial_state, SMS)
-        return kernels_of(version, shape)[0][1].block_dv
+            return self._plan(case).block_dv
+        return kernels_of(version, self._shape(case))[0][1].block_dv
+
+    def segments(self, case: str) -> int:
+        """Segments that the package cuts each sequence into; 1 where it does not split."""
+        return self._plan(case).segments
 
     def ctas(self, version: str, case: str) -> int:
-        """CTAs of a launch that does not split time."""
-        return self.states(case) * HEAD_DIM // self.tile(version, case)
+        """CTAs of a version's (last) launch; of the ladder's, those that do not split time."""
+        tiles = self.states(case) * HEAD_DIM // self.tile(version, case)
+        return tiles * self.segments(case) if version == SHIPPED else tiles
 
     def tensor_us(self, tile: int, forms_w: bool = False) -> float:
         """Microseconds of tensor-core work in one chunk at a tile: six products, or v1's seven."""
@@ -156,11 +195,11 @@ class Derivations:
 
     def counter(self, version: str, case: str, name: str) -> float:
         """A counter of ncu, of the longest kernel of a call."""
-        return self._counters[version, case][name]
+        return self._counted(version, case)[name]
 
     def stall(self, version: str, case: str, reason: str) -> float:
         """The share of a reason in all that warps waited for or issued, in percent."""
-        counters = self._counters[version, case]
+        counters = self._counted(version, case)
         total = sum(value for name, value in counters.items() if name.startswith("stall_"))
         return 100 * counters[f"stall_{reason}"] / total
 
@@ -220,13 +259,12 @@ class Derivations:
 
     # Files
 
-    def _cases_by(self, version: str, status: Status) -> int:
-        """Public cases all of whose rows of a version have that status."""
-        found: dict[str, set[str]] = {}
-        for row in self._rows("ladder"):
-            if (row.implementation, row.version) == (LADDER, version):
-                found.setdefault(row.case, set()).add(row.correctness)
-        return sum(statuses == {status.value} for statuses in found.values())
+    def _shape(self, case: str) -> LadderShape:
+        found = self._cases[case]
+        return LadderShape(found.B, found.T, found.Hq, found.Hv, found.initial_state, SMS)
+
+    def _plan(self, case: str):
+        return PACKAGE_CORE.plan({}, self._shape(case))
 
     @functools.cached_property
     def _cases(self) -> dict[str, Case]:
@@ -241,6 +279,19 @@ class Derivations:
     def _host(self) -> dict[str, dict[str, str]]:
         with (self._folder / "host_overhead.csv").open(newline="", encoding="utf-8") as handle:
             return {row["case"]: row for row in csv.DictReader(handle)}
+
+    def _counted(self, version: str, case: str) -> dict[str, float]:
+        if (version, case) not in self._counters:
+            raise NotRecordedError(f"no counters of {version} on {case}")
+        return self._counters[version, case]
+
+    def _round(self, number: int) -> dict[tuple[str, str], float]:
+        path = self._folder / "rounds" / f"resident_round{number}.csv"
+        if not path.is_file():
+            raise NotRecordedError(f"round {number} has no times")
+        with path.open(newline="", encoding="utf-8") as handle:
+            rows = csv.DictReader(handle)
+            return {(row["variant"], row["shape"]): float(row["median_us"]) for row in rows}
 
     @functools.cached_property
     def _counters(self) -> dict[tuple[str, str], dict[str, float]]:
@@ -268,22 +319,15 @@ class Derivations:
 
 
 def _median(
-    rows: Iterable[Row],
-    implementation: str,
-    case: str,
-    scope: str,
-    protocol: str,
-    version: str | None = None,
+    rows: Iterable[Row], wanted: tuple[str, ...], described: Callable[[Row], tuple]
 ) -> float:
-    """The median of the one such row. Raises LookupError where there is none, or no time."""
-    wanted = (implementation, case, scope, protocol)
+    """The median of the one row so described; NotRecordedError without one, LookupError untimed."""
     for row in rows:
-        found = (row.implementation, row.case, row.scope, row.protocol)
-        if found == wanted and version in (None, row.version):
+        if described(row) == wanted:
             if row.median_ms is None:
                 raise LookupError(f"{row.implementation} {row.version} is {row.correctness}")
             return row.median_ms
-    raise LookupError(f"nothing recorded of {' '.join(wanted)} {version or ''}")
+    raise NotRecordedError(f"nothing recorded of {' '.join(wanted)}")
 
 
 def _markdown(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
@@ -297,6 +341,14 @@ def _ms(value: Callable[[], float]) -> str:
         return f"{value():.4f}"
     except LookupError:
         return ""
+
+
+def _or_pending(value: Callable[[], float], decimals: int) -> str:
+    """The value, or what stands where it is not recorded yet."""
+    try:
+        return f"{value():.{decimals}f}"
+    except NotRecordedError:
+        return f"n.{'n' * decimals}"
 
 
 def _times(derive: Derivations) -> str:
@@ -316,22 +368,23 @@ def _shapes(derive: Derivations) -> str:
     for name, case in derive._cases.items():
         ctas = [case.state_heads * HEAD_DIM // tile for tile in (128, 64, 32)]
         floors = [f"{derive.floor(name, what):.4f}" for what in ("tensor", "memory")]
-        rows.append(
-            (name, case.state_heads, case.chunks, *ctas, derive.tile(SHIPPED, name), *floors)
-        )
-    header = ("case", "states", "chunks", "CTAs at 128", "at 64", "at 32", "shipped tile")
-    return _markdown((*header, "tensor floor, ms", "memory floor, ms"), rows)
+        plan = derive.tile(SHIPPED, name), derive.segments(name), derive.ctas(SHIPPED, name)
+        rows.append((name, case.state_heads, case.chunks, *ctas, *plan, *floors))
+    header = ("case", "states", "chunks", "CTAs at 128", "at 64", "at 32")
+    shipped = ("shipped: tile", "segments", "CTAs")
+    return _markdown((*header, *shipped, "tensor floor, ms", "memory floor, ms"), rows)
 
 
 def _chunks(derive: Derivations) -> str:
     """Microseconds a chunk on long_low_gva and wide_gva_state, beside the tensor cores' share."""
     rows = []
-    for name in ("v1", "v2", "v2b", "v3", "v6", "v7", "v15", "v20", SHIPPED):
+    for name in ("v1", "v2", "v2b", "v3", "v6", "v7", "v15", "v20", "four_group", "resident"):
         cells = []
         for case in ("long_low_gva", "wide_gva_state"):
             tile = derive.tile(name, case)
             forms_w = name in ("v1", "v2", "v2b", "v3")
-            cells += [tile, derive.ctas(name, case), f"{derive.chunk_us(name, case):.2f}"]
+            time = _or_pending(lambda n=name, c=case: derive.chunk_us(n, c), 2)
+            cells += [tile, derive.ctas(name, case), time]
             cells.append(f"{derive.tensor_us(tile, forms_w):.2f}")
         rows.append((name, *cells))
     columns = ("tile", "CTAs", "us a chunk", "tensor us")
@@ -356,7 +409,9 @@ def _counters(derive: Derivations) -> str:
     """What ncu counted, by version and case."""
     rows = []
     for case in ("long_low_gva", "wide_gva_state"):
-        for version in ("v1", "v6", "v7", "v14", "v20", SHIPPED):
+        for version in PROFILED:
+            if (version, case) not in derive._counters:
+                continue
             values = [
                 f"{derive.counter(version, case, name) * factor:.{digits}f}"
                 for name, (_, factor, digits) in COUNTERS.items()

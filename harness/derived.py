@@ -8,9 +8,10 @@ its number or word:
 
     <!--= ladder("v7", "long_low_gva") -->1.343 ms
 
-The number must be the value, rounded to the digits that are shown. A table stands between
-<!-- table: NAME --> and <!-- end table -->. What a document says about its numbers nothing checks:
-read it again when they change.
+The number must be the value, rounded to the digits that are shown. Of what is not recorded yet it
+is n.nnn, with as many n as there will be digits. A table stands between <!-- table: NAME --> and
+<!-- end table -->. What a document says about its numbers nothing checks: read it again when they
+change.
 """
 
 import argparse
@@ -19,11 +20,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .derivations import Derivations
+from .derivations import Derivations, NotRecordedError
 from .progress import note
 
 MARKER = re.compile(r"<!--= (?P<expression>.+?) -->(?P<shown>[+-]?\w(?:[\w.:+-]*\w)?)?", re.S)
 TABLE = re.compile(r"<!-- table: (?P<name>\w+) -->\n(?P<rows>.*?)\n?<!-- end table -->", re.S)
+# What stands where a number will stand.
+PENDING = re.compile(r"[+-]?n+(?:\.(?P<decimals>n+))?")
 NUMBER = re.compile(r"[+-]?\d+(?:\.(?P<decimals>\d+))?")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 # A measured quantity: a decimal fraction, or a number with a unit behind it.
@@ -38,10 +41,12 @@ class UnderivableError(ValueError):
 
 
 def evaluate(expression: str, derive: Derivations) -> object:
-    """The value of a marker's expression."""
+    """The value of a marker's expression, None where it is not recorded yet."""
     names = {"__builtins__": {}, **derive.functions()}
     try:
         return eval(compile(expression.strip(), "<marker>", "eval"), names)
+    except NotRecordedError:
+        return None
     except Exception as error:
         raise UnderivableError(f"{expression.strip()}: {type(error).__name__}: {error}") from error
 
@@ -50,7 +55,10 @@ def shown_as(value: object, shown: str | None, expression: str) -> str:
     """`value` with as many digits as `shown` has, and its sign where `shown` has one."""
     if isinstance(value, str):
         return value
-    number = NUMBER.fullmatch(shown or "")
+    number = NUMBER.fullmatch(shown or "") or PENDING.fullmatch(shown or "")
+    if number is not None and value is None:
+        decimals = "n" * len(number["decimals"] or "")
+        return ("+" if shown.startswith("+") else "") + "n" + (decimals and f".{decimals}")
     if number is None or isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UnderivableError(f"{expression.strip()}: {shown!r} cannot show {value!r}")
     sign = "+" if shown.startswith("+") else ""
@@ -127,6 +135,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for line in found:
         print(line)
+    pending = sum(bool(PENDING.fullmatch(match["shown"] or "")) for match in MARKER.finditer(text))
+    if pending and not found:
+        note(f"{pending} numbers are not recorded yet")
     return 0 if options.write or not found else 1
 
 

@@ -1,7 +1,7 @@
 """This package's kernels in the emulator: the very PrimFunc that a GPU would run, on CPU tensors.
 
-What an H200 would be given is emulated: the tile is chosen for its 132 multiprocessors. g_cumsum
-and A come from the torch backend. Nothing is timed.
+What an H200 would be given is emulated: tile and splitting are planned for its 132 multiprocessors.
+g_cumsum and A come from the torch backend. Nothing is timed.
 """
 
 import os
@@ -54,7 +54,7 @@ class Emulation:
             parse_checks(self.check)
 
     def execute(self, kernel: Any, config: Any) -> Callable[..., None]:
-        """The launcher of gdn_ladder's Kernel `kernel` at `config`, as its forward() asks for.
+        """The launcher of gdn_ladder's Buildable `kernel` at `config`, as its forward() asks for.
 
         Calling it raises EmulatedFaultError for whatever the emulator reports.
         """
@@ -83,15 +83,16 @@ class Emulation:
 
 
 def shipped_forward(problem: Any, emulation: Emulation) -> Callable[[Tensor, Tensor], tuple]:
-    """From (g_cumsum, A) to what gdn_prefill_forward's kernel for `problem` gives on an H200."""
+    """From (g_cumsum, A) to what gdn_prefill_forward gives for `problem` on an H200.
+
+    All launches of its plan are emulated, a split over time included.
+    """
     from gdn_ladder import Inputs, LadderShape
-    from gdn_ladder.families import FORWARD
-    from gdn_prefill.dispatch import block_dv_for
+    from gdn_ladder.families import CORE
 
     case, inputs = problem.case, problem.inputs
     shape = LadderShape(case.B, case.T, case.Hq, case.Hv, case.initial_state)
-    block_dv = block_dv_for(case.state_heads, shape.multiprocessors)
-    call = FORWARD.bind({"block_dv": block_dv}, shape, emulation.execute)
+    call = CORE.bind({}, shape, emulation.execute)
 
     def forward(g_cumsum: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
         return call(

@@ -23,6 +23,8 @@ OURS = "gdn_prefill"
 # Fresh output tensors on every call, as a caller gets by default.
 OURS_FRESH = "gdn_prefill_fresh"
 LADDER = "gdn_ladder"
+# What a release of this package ran by default, where that is a version of the ladder by now.
+FORMERLY_SHIPPED = {"0.1.0": "four_group"}
 # This project's own names: never a peer of themselves.
 OWN = (OURS, OURS_FRESH, LADDER)
 ALIASES = {"ours": OURS}

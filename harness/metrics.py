@@ -36,15 +36,15 @@ from .options import seconds
 from .problem import Problem, prepare_inputs
 from .profile import MISSING, find_tool
 from .progress import Progress, note
-from .results import RESULTS, Stamp, begin_metadata, finish_metadata
+from .results import RESULTS, SHIPPED, Stamp, begin_metadata, finish_metadata
 from .selection import select_cases
 from .worker import ROOT, child_environment
 
 NAME = "metrics"
 SCHEMA = "counters"
-# What the package runs by default, as opposed to a version of its ladder.
-SHIPPED = "shipped"
-VERSIONS = ("v1", "v6", "v7", "v14", "v20", SHIPPED)
+VERSIONS = ("v1", "v6", "v7", "v14", "v20", "four_group", "resident", SHIPPED)
+# The kernel by which counters of an earlier release are told from those of the shipped one.
+FORMER_KERNEL, FORMER_VERSION = "gdn_forward_kernel", "four_group"
 CASES = ("long_low_gva", "wide_gva_state")
 TIMEOUT_S = 120.0
 # The first call compiles, the second captures a graph where there is one, the third replays it.
@@ -407,10 +407,15 @@ KernelKey = tuple[str, str, int, str]
 
 
 def by_kernel(metrics: Iterable[Metric]) -> dict[KernelKey, dict[str, float]]:
-    """The counters of every kernel launch, by name."""
+    """The counters of every kernel launch, by name.
+
+    What an earlier release shipped goes by the name that it has in the ladder.
+    """
     kernels: dict[KernelKey, dict[str, float]] = {}
     for metric in metrics:
-        key = (metric.version, metric.case, metric.launch, metric.kernel)
+        former = (metric.version, metric.kernel) == (SHIPPED, FORMER_KERNEL)
+        version = FORMER_VERSION if former else metric.version
+        key = (version, metric.case, metric.launch, metric.kernel)
         kernels.setdefault(key, {})[metric.metric] = metric.value
     return kernels
 
@@ -420,7 +425,7 @@ def _line(key: KernelKey, counters: Mapping[str, float]) -> str:
     shown = ("tensor_active", "issue_active", "occupancy", "stall_long_scoreboard")
     values = "  ".join(f"{name} {counters.get(name, float('nan')):.3g}" for name in shown)
     duration = counters.get("duration", float("nan")) / 1e3
-    return f"{version:8} {case:16} {kernel:28} {duration:9.1f} us  {values}"
+    return f"{version:10} {case:16} {kernel:28} {duration:9.1f} us  {values}"
 
 
 def check_versions(versions: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ import torch
 from .check import Status
 from .device import device_slug, query_clocks, software
 from .evaluate import Outcome
-from .implementations import SCOPES
+from .implementations import FORMERLY_SHIPPED, LADDER, OURS, SCOPES
 from .timing import Protocol
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 SCHEMA = "measurements"
+# What the package runs by default, as opposed to a version of its ladder.
+SHIPPED = "shipped"
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,16 @@ class Stamp:
     def now(cls, device: torch.device) -> "Stamp":
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         return cls(device=device_slug(device), date=date, revision=revision())
+
+
+def version_of(row: Row) -> str | None:
+    """The version of the kernel that a row measured: of the ladder, or SHIPPED; None for others.
+
+    What an earlier release shipped goes by the name that it has in the ladder.
+    """
+    if row.implementation == OURS:
+        return FORMERLY_SHIPPED.get(row.version, SHIPPED)
+    return row.version if row.implementation == LADDER else None
 
 
 def to_row(outcome: Outcome, stamp: Stamp) -> Row:

@@ -26,11 +26,11 @@ from .device import CPU, pick_device, why_untimed
 from .emulation import ALL_CHECKS, AUTO, AUTO_LIMIT, EMULATOR, emulated_chunks
 from .evaluate import Entry
 from .implementations import CORE, OURS, get
-from .metrics import SHIPPED, by_kernel, collect
+from .metrics import by_kernel, collect
 from .options import seconds
 from .profile import find_tool
 from .progress import Progress, note
-from .results import RESULTS, Stamp, begin_metadata, finish_metadata, to_row, write_csv
+from .results import RESULTS, SHIPPED, Stamp, begin_metadata, finish_metadata, to_row, write_csv
 from .round_report import GATES, Gate, Round, Timing, failed, render
 from .selection import draw_seed, select_cases
 from .session import Session

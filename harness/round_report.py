@@ -10,7 +10,7 @@ from .device import ceilings, pick_device
 from .evaluate import Outcome
 from .floors import floor_ms
 from .implementations import CORE
-from .metrics import SHIPPED
+from .results import SHIPPED
 from .score import geometric_mean
 from .tables import fixed
 from .timing import Protocol, Sample, paired_ratio

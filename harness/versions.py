@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from .check import Status
 from .evaluate import Outcome
-from .implementations import LADDER, get, ladder_versions
-from .results import Row
+from .implementations import CORE, get, ladder_versions
+from .results import Row, version_of
 from .selection import Subject
 from .tables import fixed
 from .timing import Protocol
@@ -17,7 +17,7 @@ from .timing import Protocol
 ALL = "all"
 # On a GPU an expected failure may hang, which says enough after this long (compiling included).
 FAILURE_TIMEOUT_S = 180.0
-TABLE_COLUMNS = ("version", "expected", "case", "median_ms", "idea", "lesson", "reason")
+TABLE_COLUMNS = ("version", "expected", "origin", "case", "median_ms", "idea", "lesson", "reason")
 _FAULTS = ("RaceError:", "DeadlockError:")
 _TEXT_WIDTH = 100
 
@@ -57,11 +57,11 @@ def as_expected(outcome: Outcome, expectation: str) -> bool:
 
 def recorded_times(rows: Sequence[Row], case: str) -> Mapping[str, Row]:
     """Each version's newest recorded row on `case`: kernels alone (graph replay)."""
-    wanted = (LADDER, Protocol.GRAPH.value, case)
+    wanted = (CORE, Protocol.GRAPH.value, case)
     return {
-        row.version: row
+        version_of(row): row
         for row in sorted(rows, key=lambda row: row.date)
-        if (row.implementation, row.protocol, row.case) == wanted
+        if version_of(row) and (row.scope, row.protocol, row.case) == wanted
     }
 
 
@@ -74,6 +74,7 @@ def versions_table(rows: Sequence[Row], case: str, style: str) -> str:
         {
             "version": version.name,
             "expected": version.expected,
+            "origin": version.origin,
             "case": case,
             "median_ms": times[version.name].median_ms if version.name in times else None,
             "idea": version.idea,
@@ -101,7 +102,8 @@ def _text(lines: Sequence[Mapping], times: Mapping[str, Row], case: str) -> str:
         row = times.get(line["version"])
         time = fixed(line["median_ms"], 4) or ("" if row is None else row.correctness)
         start = f"{line['version']:{width}}  {line['expected']:4}  {time:>8}  "
-        said = [line["idea"], f"the source: {line['lesson']}"]
+        found = "the source" if line["origin"] == "source" else "here"
+        said = [line["idea"], f"{found}: {line['lesson']}"]
         if line["reason"]:
             said.append(f"fails: {line['reason']}")
         for first, what in zip((start, *[indent] * 2), said, strict=False):

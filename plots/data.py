@@ -10,9 +10,9 @@ from pathlib import Path
 from cases import Case, load_cases
 from gdn_ladder.versions import BY_NAME, VERSIONS
 from harness.implementations import CORE, FULL, LADDER, OURS, OWN
-from harness.metrics import SHIPPED, Metric, by_kernel, read_metrics
 from harness.metrics import VERSIONS as PROFILED_VERSIONS
-from harness.results import RESULTS, Row, read_rows
+from harness.metrics import Metric, by_kernel, read_metrics
+from harness.results import RESULTS, SHIPPED, Row, read_rows, version_of
 
 DEVICE = "nvidia-h200"
 LONG_CASES = ("long_low_gva", "batch_split_gva", "wide_gva_state", "deep_gva_state")
@@ -87,12 +87,10 @@ class Recorded:
 
     def times(self, version: str, protocol: str) -> Times:
         """A version's core times on the public cases; a row without a time is a wrong result."""
-        implementation = OURS if version == SHIPPED else LADDER
         found = {
             row.case: row
             for row in self.ladder
-            if (row.implementation, row.scope, row.protocol) == (implementation, CORE, protocol)
-            and (version == SHIPPED or row.version == version)
+            if (version_of(row), row.scope, row.protocol) == (version, CORE, protocol)
         }
         return self._complete(found, f"ladder.csv: {version} core {protocol}")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import Case, make_inputs
-from gdn_prefill.kernels.forward import PASS_CONFIGS, ForwardConfig, forward_kernel
+from gdn_ladder.four_group import PASS_CONFIGS, ForwardConfig, forward_kernel
 from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
 from tile_emulator import emulate
 

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from cases import Case, hidden_cases, load_cases
+from gdn_ladder.families import PackageCore
+from gdn_prefill.core import core_kernels
+from gdn_prefill.dispatch import core_plan
 from harness import cli, emulation
 from harness.check import Status
 from harness.emulation import (
@@ -66,24 +69,37 @@ def test_it_is_the_kernel_that_an_h200_would_be_given(monkeypatch):
     monkeypatch.setattr(Emulation, "execute", spy)
     assert emulate().status is Status.PASS
     ((name, config),) = seen
-    assert name == "gdn_forward"
+    assert name == "gdn_forward_resident"
     assert (config.heads_q, config.heads_v, config.use_initial_state) == (1, 2, True)
-    assert config.block_dv == 32  # 2 states leave most of 132 multiprocessors idle at any tile
 
 
-def test_the_tile_follows_the_number_of_states():
-    def tile(case):
-        tiles = []
-        recorder = SimpleNamespace(execute=lambda kernel, config: tiles.append(config.block_dv))
+def test_the_launches_are_those_of_the_packages_plan():
+    for case in load_cases():
+        launches = []
+        recorder = SimpleNamespace(execute=lambda *launch, to=launches: to.append(launch))
         emulation.shipped_forward(SimpleNamespace(case=case, inputs=None), recorder)
-        return tiles[0]
+        plan = core_plan(case.B, case.T, case.Hq, case.Hv, 132)
+        planned = core_kernels(plan, case.Hq, case.Hv, case.initial_state).values()
+        assert [(kernel.name, config) for kernel, config in launches] == [
+            (kernel.name, kernel.config) for kernel in planned
+        ]
 
-    by_name = {case.name: tile(case) for case in load_cases()}
-    assert by_name["long_low_gva"] == 32
-    assert by_name["wide_gva_state"] == 64
+
+def test_a_split_over_time_is_emulated_whole(monkeypatch):
+    plan = core_plan(1, 330, 1, 2, 132, split=3)
+    monkeypatch.setattr(PackageCore, "plan", lambda *_: plan)
+    launched = []
+    original = Emulation.execute
+    monkeypatch.setattr(
+        Emulation,
+        "execute",
+        lambda self, kernel, config: launched.append(kernel.name) or original(self, kernel, config),
+    )
+    assert emulate(Case("cut", 1, 330, 1, 2, True, "mixed")).status is Status.PASS
+    assert len(launched) == 3
 
 
-@pytest.mark.parametrize("version", ["v1", "v6", "scan"])
+@pytest.mark.parametrize("version", ["v1", "v6", "scan", "four_group", "resident"])
 def test_versions_of_the_ladder_pass(version):
     found = emulate(version=version)
     assert (found.implementation, found.version, found.status) == (
@@ -205,7 +221,7 @@ def test_the_child_passes_on_how_far_it_is():
     with Worker(timeout_s=300, steps=lambda *step: steps.append(step)) as worker:
         (found,) = worker.compare(TINY, [Entry("ours")], [PLAN], backend="emulator", cpu=True)
     assert found.status is Status.PASS
-    assert steps[-1] == (8, 8)
+    assert steps[-1] == (4, 4)
 
 
 def test_the_bar_counts_ctas(monkeypatch):

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -174,6 +175,19 @@ def test_the_newest_graph_times_count():
     }
 
 
+def test_what_a_release_shipped_counts_as_its_version():
+    def ours(release, ms):
+        return replace(row("x", ms), implementation="gdn_prefill", version=release)
+
+    times = recorded_times([ours("0.1.0", 0.75), ours("9.9.9", 0.5)], "long_low_gva")
+    assert {version: found.median_ms for version, found in times.items()} == {
+        "four_group": 0.75,
+        "shipped": 0.5,
+    }
+    full = replace(ours("9.9.9", 1.0), scope="full")
+    assert recorded_times([full], "long_low_gva") == {}
+
+
 def test_the_table_holds_every_version_with_its_time():
     text = versions_table(ROWS, "long_low_gva", "table")
     starts = [line.split()[:3] for line in text.splitlines() if line and line[0] != " "]
@@ -192,9 +206,10 @@ def test_the_table_as_data():
     assert [line["version"] for line in lines] == [version.name for version in VERSIONS]
     times = {line["version"]: line["median_ms"] for line in lines}
     assert (times["v1"], times["v6"]) == ("9.000000", "")
+    assert {line["origin"] for line in lines} == {"source", "here"}
     assert json.loads(versions_table(ROWS, "long_low_gva", "json"))[0]["median_ms"] == 9.0
 
 
 def test_the_command_prints_the_table(capsys):
     assert cli.main(["--versions-table"]) == 0
-    assert capsys.readouterr().out.startswith("v1    pass")
+    assert capsys.readouterr().out.startswith("v1          pass")

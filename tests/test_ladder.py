@@ -18,14 +18,17 @@ from gdn_ladder import (
     kernels_of,
 )
 from gdn_ladder import launch as launch_module
+from gdn_ladder.cached import CachedForward
 from gdn_ladder.early import EarlyConfig
-from gdn_ladder.families import Kernel, resolve
-from gdn_ladder.four_group import FourGroupConfig
+from gdn_ladder.families import CORE, FOUR_GROUP, Kernel, resolve
+from gdn_ladder.four_group_variants import FourGroupConfig
 from gdn_ladder.int8 import Int8Config
 from gdn_ladder.segments import Split, split_time
+from gdn_prefill.split import CorePlan
 
 SOURCE_ORDER = ["v1", "v2", "v2b", "v3", "v4", "v5", "v6", "v7", "v9", "v9.5", "v10", "v11"]
 SOURCE_ORDER += ["v14", "v15", "v20", "v21", "scan", "w8a8"]
+OURS = ["four_group", "resident"]
 KERNELS = [version for version in VERSIONS if isinstance(version.family, Kernel)]
 PUBLIC = {case.name: case for case in load_cases()}
 
@@ -34,8 +37,9 @@ def shape_of(case, multiprocessors=132):
     return LadderShape(case.B, case.T, case.Hq, case.Hv, case.initial_state, multiprocessors)
 
 
-def test_the_table_holds_the_sources_versions_in_order():
-    assert [version.name for version in VERSIONS] == SOURCE_ORDER
+def test_the_table_holds_the_sources_versions_in_order_and_then_ours():
+    assert [version.name for version in VERSIONS] == SOURCE_ORDER + OURS
+    assert [version.name for version in VERSIONS if version.origin == "here"] == OURS
 
 
 def test_expected_failures_are_the_sources():
@@ -73,6 +77,42 @@ def test_v7_takes_64_columns_only_without_gva():
     assert resolve(rule, shape_of(PUBLIC["long_low_gva"]))["block_dv"] == 128
 
 
+@pytest.mark.parametrize(
+    ("states", "sms", "tile"),
+    [
+        (8, 132, 32),  # few states: the narrowest tile, four CTAs each, all in one wave
+        (33, 132, 32),  # 132 CTAs fill the device exactly
+        (34, 132, 64),  # 136 CTAs of the narrow tile would need a second wave
+        (64, 132, 64),
+        (67, 132, 128),  # 67 wide CTAs in one wave, 134 of the middle tile in two
+        (1, 1, 128),  # 2.65 us a chunk instead of two waves of 1.76 or four of 1.31
+    ],
+)
+def test_four_group_takes_the_tile_that_is_through_first(states, sms, tile):
+    rule = get_version("four_group").settings
+    assert resolve(rule, LadderShape(1, 64, 1, states, False, sms))["block_dv"] == tile
+
+
+def test_resident_is_the_shipped_core_and_never_split():
+    for case in PUBLIC.values():
+        ((kernel, config),) = kernels_of("resident", shape_of(case))
+        assert kernel.name.startswith("resident") and config.use_initial_state == case.initial_state
+    shape = shape_of(PUBLIC["long_low_gva"])
+    assert CORE.plan({}, shape).segments > 1 == CORE.plan({"split": False}, shape).segments
+
+
+def test_the_cached_kernel_is_the_four_group_one_and_unsplit(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        CachedForward, "kernel", lambda _, factory, config, configs: seen.append((factory, config))
+    )
+    core = CachedForward().core(CorePlan(64), 2, 8, True)
+    ((factory, config),) = seen
+    assert (list(core.launchers), core.plan.cut) == (["forward"], None)
+    assert config == FOUR_GROUP.configure({"block_dv": 64}, LadderShape(1, 1, 2, 8, True))
+    assert factory(config).attrs["global_symbol"] == "gdn_forward"
+
+
 def test_the_scan_splits_while_multiprocessors_are_idle():
     assert split_time(shape_of(PUBLIC["chain_equal"])) == Split(16, 8)
     assert split_time(shape_of(PUBLIC["long_low_gva"])) == Split(9, 57)
@@ -92,9 +132,9 @@ def test_kernels_of_names_what_is_launched():
     shape = shape_of(PUBLIC["long_low_gva"])
     assert [kernel.name for kernel, _ in kernels_of("v1", shape)] == ["early"]
     assert [kernel.name for kernel, _ in kernels_of("scan", shape)] == [
-        "four_group",
+        "variant",
         "scan",
-        "four_group",
+        "variant",
     ]
     assert kernels_of("v14", shape) == []
 

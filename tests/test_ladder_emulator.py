@@ -5,7 +5,7 @@ import torch
 
 from cases import Case, make_inputs
 from gdn_ladder import VERSIONS, Inputs, LadderShape, forward, get_version
-from gdn_ladder.families import FOUR_GROUP, PackageRuntime
+from gdn_ladder.families import VARIANT, PackageRuntime
 from gdn_ladder.scan import ScanConfig, scan_kernel
 from gdn_ladder.segments import CHUNK_PARALLEL_SCAN, Split
 from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
@@ -143,7 +143,7 @@ def test_v9_with_its_barriers_is_right():
     settings = {**get_version("v9").settings, "guards": True}
     assert settings != get_version("v9").settings
     problem, reports = Problem(CASES["whole chunks, mixed gates"]), []
-    call = FOUR_GROUP.bind(settings, LadderShape(1, 256, 2, 4), emulated(reports))
+    call = VARIANT.bind(settings, LadderShape(1, 256, 2, 4), emulated(reports))
     assert problem.wrong(call(Inputs(*problem.arguments))) == (0, 0)
     assert reports[0].ok, reports[0]
 

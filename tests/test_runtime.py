@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from cases import Case, make_inputs
+from gdn_ladder.cached import CachedForward
+from gdn_ladder.families import FOUR_GROUP
 from gdn_prefill import api, prepare, preprocess, runtime
 from gdn_prefill.core import SHIPPED, core_kernels
 from gdn_prefill.dispatch import core_plan
-from gdn_prefill.kernels import forward, preprocess_fused, resident
+from gdn_prefill.kernels import preprocess_fused, resident
 from gdn_prefill.kernels.preprocess import PreprocessConfig
 from gdn_prefill.runtime import Runtime
 from gdn_prefill.torch_backend import forward_torch
@@ -335,12 +337,11 @@ def test_splits_have_entries_of_their_own(device):
 
 def test_the_shipped_kernel_is_named_once_and_another_can_be_served(device):
     tensors = arguments()
-    for name, factory in {
-        "resident": resident.resident_kernel,
-        "four_group": forward.forward_kernel,
-    }.items():
-        layer = Runtime(forward_kernel=name)
-        assert_right(call(layer, tensors, reuse=False), tensors)
+    for layer, factory in (
+        (Runtime(), resident.resident_kernel),
+        (CachedForward(), FOUR_GROUP.build),
+    ):
+        assert_right(call(layer, tensors, split=False, reuse=False), tensors)
         assert [built for built, _ in layer.kernels._entries] == [factory]
     (kernel,) = core_kernels(core_plan(1, 130, 1, 2, 132), 1, 2, True).values()
     assert SHIPPED == "resident" == kernel.name.split("_")[0]

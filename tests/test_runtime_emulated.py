@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("tilelang")
 
 from cases import HEAD_DIM, Case, make_inputs  # noqa: E402
+from gdn_ladder.cached import CachedForward  # noqa: E402
 from gdn_prefill import prepare, runtime  # noqa: E402
 from gdn_prefill.runtime import Runtime  # noqa: E402
 from reference.chunked import gdn_chunked  # noqa: E402
@@ -33,11 +34,11 @@ def emulated(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("forward_kernel", "split", "compiles"),
-    [("resident", False, 1), ("resident", 2, 2), ("resident", 3, 3), ("four_group", False, 1)],
+    ("runtime_type", "split", "compiles"),
+    [(Runtime, False, 1), (Runtime, 2, 2), (Runtime, 3, 3), (CachedForward, False, 1)],
 )
-def test_every_plan_gives_the_operator(emulated, forward_kernel, split, compiles):
-    layer = Runtime(forward_kernel=forward_kernel)
+def test_every_plan_gives_the_operator(emulated, runtime_type, split, compiles):
+    layer = runtime_type()
     inputs = make_inputs(TAILED)
     q, k, v, state = inputs.q, inputs.k, inputs.v, inputs.initial_state
     g_cumsum, A = prepare(k, inputs.g, inputs.beta)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from cases import CHUNK, HEAD_DIM, Inputs
-from gdn_prefill.kernels import forward, resident, split
+from gdn_ladder import four_group
+from gdn_prefill.kernels import resident, split
 from gdn_prefill.split import SegmentPlan, SplitLaunchers, split_forward, workspaces
 from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
 from tile_emulator import DeadlockError, Edit, Program, adversarial, emulate
@@ -110,16 +111,16 @@ def run_split(x, length, products=3, block_dv=64, **options):
 
 
 def run_unsplit(x):
-    config = forward.ForwardConfig(x.q.shape[2], x.v.shape[2], 64, x.initial_state is not None)
+    config = four_group.ForwardConfig(x.q.shape[2], x.v.shape[2], 64, x.initial_state is not None)
     output, final_state = outputs(x)
     emulate(
-        forward.forward_kernel(config),
+        four_group.forward_kernel(config),
         *prepared(x),
         start(x),
         output,
         final_state,
         SCALE,
-        pass_configs=forward.PASS_CONFIGS,
+        pass_configs=four_group.PASS_CONFIGS,
     )
     return output, final_state
 

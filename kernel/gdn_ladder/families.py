@@ -5,7 +5,7 @@ function of the LadderShape that gives it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -48,8 +48,22 @@ class Inputs:
 
 Result = tuple[Tensor, Tensor]
 Settings = Mapping[str, Any]
+
+
+class Buildable(Protocol):
+    """A kernel as those see it who compile or emulate it."""
+
+    name: str
+
+    @property
+    def pass_configs(self) -> Mapping: ...
+
+    def build(self, config: Any) -> Any:
+        """The PrimFunc of a config."""
+
+
 # From a kernel and its config to the callable that takes the PrimFunc's arguments.
-Execute = Callable[["Kernel", Any], Callable[..., Any]]
+Execute = Callable[[Buildable, Any], Callable[..., Any]]
 
 
 class Family(Protocol):
@@ -117,22 +131,80 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class PackageKernel:
+    """A kernel of the package's core, as gdn_prefill.core names it."""
+
+    name: str
+    factory: Callable[[Any], Any]
+    pass_configs: Mapping = field(hash=False, compare=False)
+
+    def build(self, config) -> Any:
+        return self.factory(config)
+
+
+@dataclass(frozen=True)
+class PackageCore:
+    """The package's core as its dispatch plans it; settings are options of core_plan."""
+
+    name: str = "core"
+    summary: str = "the shipped kernels: register-resident, split over time where the plan says so"
+
+    def bind(
+        self, settings: Settings, shape: LadderShape, execute: Execute
+    ) -> Callable[[Inputs], Result]:
+        from gdn_prefill.core import Core, core_kernels
+
+        plan = self.plan(settings, shape)
+        kernels = core_kernels(plan, shape.heads_q, shape.heads_v, shape.use_initial_state)
+        core = Core(
+            plan,
+            {
+                launch: execute(
+                    PackageKernel(kernel.name, kernel.factory, kernel.pass_configs), kernel.config
+                )
+                for launch, kernel in kernels.items()
+            },
+        )
+        workspaces = plan.workspaces(shape.batch, shape.heads_v)
+
+        def call(inputs: Inputs) -> Result:
+            output, final_state = allocate(inputs)
+            place = {"device": output.device}
+            temporaries = {
+                name: torch.empty(item.shape, dtype=getattr(torch, item.dtype), **place)
+                for name, item in workspaces.items()
+            }
+            initial = _or_dummy(inputs.initial_state, output)
+            core(inputs.tensors(), initial, output, final_state, HEAD_DIM**-0.5, temporaries)
+            return output, final_state
+
+        return call
+
+    def plan(self, settings: Settings, shape: LadderShape):
+        """The gdn_prefill.split.CorePlan of a shape."""
+        from gdn_prefill.dispatch import core_plan
+
+        sizes = shape.batch, shape.tokens, shape.heads_q, shape.heads_v
+        return core_plan(*sizes, shape.multiprocessors, **resolve(settings, shape))
+
+
+@dataclass(frozen=True)
 class PackageRuntime:
-    """The package's own call layer: its caches, its reused outputs, its CUDA Graphs."""
+    """The four-group kernel behind the package's call layer: its caches, its CUDA Graphs."""
 
     name: str = "runtime"
-    summary: str = "the shipped kernel behind the package's caches"
+    summary: str = "the four-group kernel behind the package's caches"
 
     def bind(
         self, settings: Settings, shape: LadderShape, execute: Execute
     ) -> Callable[[Inputs], Result]:
         """`execute` has no say here: what is shown is the package's way of launching."""
-        from gdn_prefill import gdn_prefill_forward
+        from .cached import CACHED
 
         options = resolve(settings, shape)
 
         def call(inputs: Inputs) -> Result:
-            return gdn_prefill_forward(*inputs.tensors(), inputs.initial_state, **options)
+            return CACHED.call((*inputs.tensors(), inputs.initial_state), options["block_dv"])
 
         return call
 
@@ -166,10 +238,15 @@ def _unsegmented_arguments(inputs: Inputs, output: Tensor, final_state: Tensor) 
 
 
 def _forward_arguments(inputs: Inputs, output: Tensor, final_state: Tensor) -> tuple:
-    initial = inputs.initial_state
-    if initial is None:
-        initial = torch.empty(1, dtype=torch.float32, device=output.device)
+    initial = _or_dummy(inputs.initial_state, output)
     return (*inputs.tensors(), initial, output, final_state, HEAD_DIM**-0.5)
+
+
+def _or_dummy(initial_state: Tensor | None, output: Tensor) -> Tensor:
+    """What kernels built without an initial state take in its place."""
+    if initial_state is None:
+        return torch.empty(1, dtype=torch.float32, device=output.device)
+    return initial_state
 
 
 EARLY = Kernel(
@@ -180,18 +257,18 @@ EARLY = Kernel(
     builder="early_kernel",
     arguments=_ladder_arguments,
 )
-FORWARD = Kernel(
-    name="forward",
-    summary="the shipped four-group kernel: state, V, O and producer warp groups",
-    module="gdn_prefill.kernels.forward",
+FOUR_GROUP = Kernel(
+    name="four_group",
+    summary="the four-group kernel: state, V, O and producer warp groups",
+    module="gdn_ladder.four_group",
     config_type="ForwardConfig",
     builder="forward_kernel",
     arguments=_forward_arguments,
 )
-FOUR_GROUP = Kernel(
-    name="four_group",
+VARIANT = Kernel(
+    name="variant",
     summary="four warp groups; v7's structure with one thing changed",
-    module="gdn_ladder.four_group",
+    module="gdn_ladder.four_group_variants",
     config_type="FourGroupConfig",
     builder="four_group_kernel",
     arguments=_unsegmented_arguments,
@@ -205,3 +282,4 @@ INT8 = Kernel(
     arguments=_ladder_arguments,
 )
 RUNTIME = PackageRuntime()
+CORE = PackageCore()

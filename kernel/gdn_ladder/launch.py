@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .families import Execute, Inputs, Kernel, LadderShape
+from .families import Buildable, Execute, Inputs, LadderShape
 from .versions import BY_NAME, VERSIONS, Version
 
 
@@ -26,10 +26,10 @@ def get_version(name: str) -> Version:
     return BY_NAME[name]
 
 
-def kernels_of(version: str, shape: LadderShape) -> list[tuple[Kernel, Any]]:
+def kernels_of(version: str, shape: LadderShape) -> list[tuple[Buildable, Any]]:
     """The kernels, each with its config, that the version launches for a shape, in that order.
 
-    v14 launches the package's own and has none here. Raises as forward() does.
+    v14 launches by the package's runtime and has none here. Raises as forward() does.
     """
     found = []
     _row(version).family.bind(_row(version).settings, shape, lambda *launch: found.append(launch))
@@ -51,7 +51,7 @@ def forward(
     """Run one version of the ladder; arguments and results as gdn_prefill.gdn_prefill_forward.
 
     A kernel is compiled on the first call that needs it and kept. `execute` replaces compiling and
-    launching: from a families.Kernel and its config it gives the callable that takes the
+    launching: from a families.Buildable and its config it gives the callable that takes the
     PrimFunc's arguments, such as an emulator of it.
 
     Returns (output [B, T, Hv, 128] bf16, final_state [B, Hv, 128, 128] fp32), freshly allocated but
@@ -108,7 +108,7 @@ def _bound(name: str, shape: LadderShape) -> Any:
 
 
 @functools.cache
-def _compiled(kernel: Kernel, config) -> Any:
+def _compiled(kernel: Buildable, config) -> Any:
     from gdn_prefill.runtime import compile_launcher
 
     return compile_launcher(kernel.build(config), kernel.pass_configs)

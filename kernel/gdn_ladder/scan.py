@@ -57,7 +57,7 @@ def scan_kernel(config: ScanConfig) -> tirx.PrimFunc:
     slices = HEAD_DIM // COLUMNS
 
     @T.prim_func
-    def gdn_scan(
+    def gdn_ladder_scan(
         summaries: T.Tensor((summarised, heads_v, HEAD_DIM, HEAD_DIM), FP32),
         initial_state: T.Tensor((batch, heads_v, HEAD_DIM, HEAD_DIM), FP32),
         states: T.Tensor((states_held, heads_v, HEAD_DIM, HEAD_DIM), FP32),
@@ -101,4 +101,4 @@ def scan_kernel(config: ScanConfig) -> tirx.PrimFunc:
                     fragments.state, states[bb * segments + segment + 1, head, 0:HEAD_DIM, columns]
                 )
 
-    return gdn_scan
+    return gdn_ladder_scan

@@ -15,8 +15,8 @@ import torch
 
 from .families import (
     CHUNK,
-    FOUR_GROUP,
     HEAD_DIM,
+    VARIANT,
     Execute,
     Inputs,
     Kernel,
@@ -72,12 +72,10 @@ class ChunkParallelScan:
         options = resolve(settings, shape)
         split = options.pop("split")
         if split.segments == 1:
-            return FOUR_GROUP.bind(options, shape, execute)
-        summarise = execute(FOUR_GROUP, FOUR_GROUP.configure(SUMMARY_SETTINGS, shape))
+            return VARIANT.bind(options, shape, execute)
+        summarise = execute(VARIANT, VARIANT.configure(SUMMARY_SETTINGS, shape))
         scan = execute(STATES, ScanConfig(shape.heads_v, shape.use_initial_state))
-        replay = execute(
-            FOUR_GROUP, FOUR_GROUP.configure({**options, "use_initial_state": True}, shape)
-        )
+        replay = execute(VARIANT, VARIANT.configure({**options, "use_initial_state": True}, shape))
 
         def call(inputs: Inputs) -> Result:
             output, final_state = allocate(inputs)

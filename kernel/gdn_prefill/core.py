@@ -31,20 +31,10 @@ def _resident(heads_q: int, heads_v: int, block_dv: int, initial: bool, cut: boo
     return CoreKernel(config.name, resident.resident_kernel, config, resident.PASS_CONFIGS)
 
 
-def _four_group(heads_q: int, heads_v: int, block_dv: int, initial: bool, cut: bool) -> CoreKernel:
-    from .kernels import forward
-
-    if cut:
-        raise ValueError("forward='four_group' runs unsplit plans only; the plan has a cut")
-    config = forward.ForwardConfig(heads_q, heads_v, block_dv, initial)
-    return CoreKernel(config.name, forward.forward_kernel, config, forward.PASS_CONFIGS)
-
-
 # Forward kernels by name: from (heads_q, heads_v, block_dv, has an initial state, runs over
 # segments) to the kernel.
 FORWARD_KERNELS: Mapping[str, Callable[..., CoreKernel]] = {
     "resident": _resident,
-    "four_group": _four_group,
 }
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from gdn_prefill.kernels.forward import PASS_CONFIGS, ForwardConfig, forward_kernel
+from gdn_ladder.four_group import PASS_CONFIGS, ForwardConfig, forward_kernel
 from tile_emulator import Program, detector, emulate
 from tile_emulator.__main__ import main
 

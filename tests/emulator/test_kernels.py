@@ -7,7 +7,8 @@ import torch
 from building import run
 
 from cases import CHUNK, HEAD_DIM, Case, make_inputs
-from gdn_prefill.kernels import forward, preprocess, preprocess_fused, resident
+from gdn_ladder import four_group
+from gdn_prefill.kernels import preprocess, preprocess_fused, resident
 from gdn_prefill.specialisations import shipped_specialisations
 from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
 from tile_emulator import Program, adversarial
@@ -74,7 +75,7 @@ def run_under_all_schedules(program, *arguments):
         run_forward(program, *arguments, heads=[0], schedule=schedule)
 
 
-@pytest.mark.parametrize("name", named("forward"))
+@pytest.mark.parametrize("name", named("resident"))
 def test_shipped_forward(name):
     item, (heads_q, heads_v) = SHIPPED[name], heads_of(name)
     case = problem(heads_q, heads_v, "_init_" in name)
@@ -86,9 +87,9 @@ def test_shipped_forward(name):
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128, 449])
 def test_forward_lengths_and_batches(tokens):
-    config = forward.ForwardConfig(1, 2, use_initial_state=True)
-    program = Program(forward.forward_kernel(config))
-    run_forward(program, forward.PASS_CONFIGS, problem(1, 2, True, 2, tokens), config.block_dv)
+    config = four_group.ForwardConfig(1, 2, use_initial_state=True)
+    program = Program(four_group.forward_kernel(config))
+    run_forward(program, four_group.PASS_CONFIGS, problem(1, 2, True, 2, tokens), config.block_dv)
 
 
 @pytest.mark.parametrize("state", [False, True])

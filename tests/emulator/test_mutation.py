@@ -1,6 +1,6 @@
 """Every synchronisation statement of the forward kernel, changed in turn.
 
-The table itself: python -m tile_emulator.mutate gdn_prefill.kernels.forward:forward_kernel
+The table itself: python -m tile_emulator.mutate gdn_ladder.four_group:forward_kernel
 --args "ForwardConfig(1, 2, use_initial_state=True)" --shape batch=1,tokens=264
 --justified tests/emulator/survivors_forward.csv --out results/emulator/mutants_forward.csv
 """
@@ -20,7 +20,7 @@ def test_every_mutant_of_the_forward_kernel_is_killed_or_explained():
     add_arguments(parser)
     options = parser.parse_args(
         [
-            "gdn_prefill.kernels.forward:forward_kernel",
+            "gdn_ladder.four_group:forward_kernel",
             "--args=ForwardConfig(1, 2, use_initial_state=True)",
             "--shape=batch=1,tokens=264",
         ]
