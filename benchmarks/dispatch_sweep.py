@@ -59,7 +59,7 @@ SMS = 132  # of an H200, where there is no device to ask
 AGREEMENT = 1e-2  # relative L2 distance to the unsplit plan: both are 3e-3 to 4e-3 off
 WARMUP = 2
 # What the times depend on.
-SOURCES = ("forward", "resident", "split")
+SOURCES = ("resident", "split")
 
 FIELDS = (
     "sequences",

@@ -24,7 +24,6 @@ from gdn_prefill.dispatch import (
     SEGMENTS,
     SPLIT_MARGIN,
     TILES,
-    block_dv_for,
     candidates,
     choose_backend,
     core_plan,
@@ -256,27 +255,6 @@ def test_public_cases_have_plans_under_the_packaged_model(case):
 )
 def test_the_labs_rule_looks_at_the_heads_alone(heads_v, heads_q, tile):
     assert select_block_dv(heads_v, heads_q) == tile
-
-
-@pytest.mark.parametrize(
-    ("states", "sms", "tile"),
-    [
-        (8, 132, 32),  # few states: the narrowest tile, four CTAs each, all in one wave
-        (33, 132, 32),  # 132 CTAs fill the device exactly
-        (34, 132, 64),  # 136 CTAs of the narrow tile would need a second wave
-        (64, 132, 64),
-        (67, 132, 128),  # 67 wide CTAs in one wave, 134 of the middle tile in two
-        (1, 1, 128),  # 2.65 us a chunk instead of two waves of 1.76 or four of 1.31
-    ],
-)
-def test_the_tile_that_finishes_soonest(states, sms, tile):
-    assert block_dv_for(states, sms) == tile
-
-
-@pytest.mark.parametrize(("states", "sms"), [(0, 132), (8, 0)])
-def test_sizes_below_one_are_refused(states, sms):
-    with pytest.raises(ValueError, match="at least 1"):
-        block_dv_for(states, sms)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ GPU.
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
-    "block_dv_for": "dispatch",
     "cache_info": "api",
     "chunk_gate_cumsum": "api",
     "chunk_gated_delta_rule": "operator",

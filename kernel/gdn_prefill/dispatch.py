@@ -27,10 +27,6 @@ FILLED_WAVES = (1, 2)
 # Grid extents beyond the first are 16-bit: sequences and segments are such extents.
 MAX_GRID = 65535
 
-# Microseconds per chunk of the four-group kernel by tile, one CTA per SM (H200;
-# results/nvidia-h200/).
-CHUNK_US = {32: 1.31, 64: 1.76, 128: 2.65}
-
 
 def core_plan(
     sequences: int,
@@ -140,29 +136,12 @@ def select_block_dv(heads_v: int, heads_q: int) -> int:
     """The lab's rule for the state columns of one CTA, that of its version v7: 64 or 128.
 
     With one q/k head per V head, 64 gives twice the CTAs. Where several V heads share a q/k head,
-    128 makes Q K^T once per head instead of twice. It was found on a device of 14 SMs; block_dv_for
+    128 makes Q K^T once per head instead of twice. It was found on a device of 14 SMs; core_plan
     decides for the SMs that are there.
     """
     if heads_q < 1 or heads_v < 1 or heads_v % heads_q:
         raise ValueError(f"heads_v={heads_v} must be a positive multiple of heads_q={heads_q}")
     return 64 if heads_v == heads_q else HEAD_DIM
-
-
-def block_dv_for(states: int, sm_count: int) -> int:
-    """The state columns of one CTA of the four-group kernel that finish soonest: 32, 64 or 128.
-
-    states: B * Hv, the states of a call; sm_count: SMs of the device, each holding one CTA. All
-    CTAs walk the same number of chunks, so the time is (waves of CTAs) * (time of a chunk at that
-    tile); ties go to the wider tile.
-    """
-    if states < 1 or sm_count < 1:
-        raise ValueError(f"states={states} and sm_count={sm_count} must be at least 1")
-
-    def time(tile: int) -> float:
-        ctas = states * (HEAD_DIM // tile)
-        return -(-ctas // sm_count) * CHUNK_US[tile]
-
-    return min(sorted(CHUNK_US, reverse=True), key=time)
 
 
 def choose_backend(requested: str, device_type: str, capability: tuple[int, int] | None) -> str:
