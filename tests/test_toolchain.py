@@ -113,6 +113,14 @@ def test_register_budget_counts_the_groups_of_each_branch(fake_nvcc):
     assert any("520" in problem and "512" in problem for problem in found.problems())
 
 
+def test_a_register_change_against_its_direction_is_a_problem(fake_nvcc):
+    """On an H200 setmaxnreg.dec to more registers than the launch's is an illegal instruction."""
+    fake_nvcc(CANNED_REPORT.replace("572", "0").replace("568", "0").replace("(C7512)", ""))
+    for right, wrong in (("alloc<136>", "dealloc<136>"), ("dealloc<40>", "alloc<40>")):
+        problems = toolchain.resources(TWO_ROLES.replace(right, wrong), sass=False).problems()
+        assert len(problems) == 1 and "illegal instruction" in problems[0]
+
+
 def test_problems_name_spills_and_warnings(fake_nvcc):
     fake_nvcc(CANNED_REPORT)
     problems = toolchain.resources(TWO_ROLES, sass=False).problems()

@@ -74,10 +74,14 @@ class Generated:
 
 @dataclasses.dataclass(frozen=True)
 class RegisterChange:
-    """``groups`` warp groups (those of one role) set their registers a thread to ``registers``."""
+    """``groups`` warp groups (those of one role) set their registers a thread to ``registers``.
+
+    ``grows`` tells setmaxnreg.inc from .dec; the wrong one is an illegal instruction.
+    """
 
     registers: int
     groups: int
+    grows: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +140,14 @@ class Resources:
                 f"setmaxnreg asks for {self.register_demand} registers, summed over the groups, "
                 f"of the {self.register_pool} that the launch grants"
             )
+        for change in self.setmaxnreg:
+            low, high = sorted((self.registers, change.registers))
+            if low != high and change.grows != (change.registers == high):
+                way = "inc" if change.grows else "dec"
+                found.append(
+                    f"setmaxnreg.{way} to {change.registers} from the {self.registers} registers "
+                    "of the launch is an illegal instruction"
+                )
         return tuple(found)
 
     def line(self) -> str:
@@ -477,9 +489,10 @@ def _register_changes(body: str, threads: int) -> tuple[RegisterChange, ...]:
     stack = [(whole, whole)]
     for line in map(str.strip, body.splitlines()):
         inside = stack[-1][0]
-        call = re.match(r"tl::warpgroup_reg_(?:alloc|dealloc)<(\d+)>", line)
+        call = re.match(r"tl::warpgroup_reg_(alloc|dealloc)<(\d+)>", line)
         if call:
-            found.append(RegisterChange(int(call.group(1)), len(inside) // WARP_GROUP))
+            registers, groups = int(call.group(2)), len(inside) // WARP_GROUP
+            found.append(RegisterChange(registers, groups, call.group(1) == "alloc"))
         elif line == "} else {":
             _, other = stack.pop()
             stack.append((other, other))

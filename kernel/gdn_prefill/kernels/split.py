@@ -443,7 +443,7 @@ def summary_kernel(config: SummaryConfig):
                 T.set_max_nreg(config.registers[0], 1)
                 summary_state_role(config, place, inputs, tiles, barriers, chain)
             elif thread < PRODUCER_START:
-                T.set_max_nreg(config.registers[1], 0)
+                T.set_max_nreg(config.registers[1], 1)
                 prepare_role(config, place, tiles, barriers, beside)
             else:
                 T.set_max_nreg(config.registers[2], 0)
