@@ -11,6 +11,7 @@ from .definitions import (
     load_cases,
 )
 from .inputs import Inputs, make_inputs
+from .packed import PackedCase, load_packed, make_packed_inputs
 
 __all__ = [
     "CHUNK",
@@ -20,9 +21,12 @@ __all__ = [
     "Baseline",
     "Case",
     "Inputs",
+    "PackedCase",
     "hidden_cases",
     "load_baselines",
     "load_cases",
+    "load_packed",
     "load_provenance",
     "make_inputs",
+    "make_packed_inputs",
 ]

@@ -17,7 +17,7 @@ from .check import Status
 from .device import ceilings, pick_device, why_untimed
 from .evaluate import Entry, Outcome
 from .floors import core_flops, floor_ms, full_flops
-from .implementations import CORE, FULL, OURS, OURS_FRESH, SCOPES, get
+from .implementations import CORE, FULL, OURS, OURS_FRESH, OURS_LAB, SCOPES, get
 from .options import seconds
 from .progress import Progress, note
 from .results import Recorder, Stamp
@@ -69,8 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _entries(options: argparse.Namespace) -> list[Entry]:
-    """Ours, our fresh-output variant, the ladder's versions asked for, every peer at hand."""
+    """Ours and its variants, the ladder's versions asked for, every peer at hand."""
     entries = [Entry(OURS, CORE), Entry(OURS, FULL), Entry(OURS_FRESH, CORE)]
+    entries.append(Entry(OURS_LAB, FULL))
     entries += [Entry(OURS, CORE, version) for version in options.version]
     if not options.no_peers:
         present, absent = available_peers()

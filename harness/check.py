@@ -134,6 +134,12 @@ def _describe(result: object) -> str:
     return f"a {type(result).__name__}"
 
 
+def relative_l2(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected| in float64; NaN where anything is not finite."""
+    difference = torch.linalg.vector_norm(actual.to(torch.float64) - expected)
+    return float(difference / torch.linalg.vector_norm(expected))
+
+
 def check_unmodified(inputs: dict[str, Tensor], clones: dict[str, Tensor]) -> Verdict:
     """Compares every input, bit for bit, with its clone of before the call."""
     for name, tensor in inputs.items():

@@ -143,7 +143,7 @@ def _admit(candidate: _Candidate, problem: Problem, thorough: bool) -> None:
             poison(candidate.call())
             candidate.verdict = _checked_call(candidate.call, problem)
     except Exception as error:
-        candidate.verdict = _error(error)
+        candidate.verdict = error_verdict(error)
 
 
 def _checked_call(call: Call, problem: Problem) -> Verdict:
@@ -223,7 +223,7 @@ def _recheck(candidates: list[_Candidate], problem: Problem) -> None:
             _synchronize(problem.device)
             verdict = check_result(problem.case, result, output, problem.expected_state)
         except Exception as error:
-            verdict = _error(error)
+            verdict = error_verdict(error)
         if not verdict.passed:
             candidate.verdict = Verdict(verdict.status, f"inputs refilled: {verdict.reason}")
 
@@ -282,7 +282,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _error(error: Exception) -> Verdict:
+def error_verdict(error: Exception) -> Verdict:
+    """ERROR in the words of an exception, and where it was raised."""
     if isinstance(error, EmulatedFaultError):
         return Verdict(Status.ERROR, str(error))
     where = traceback.extract_tb(error.__traceback__)[-1]

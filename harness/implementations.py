@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .emulation import AUTO, CUDA, EMULATOR, TORCH, Emulation, preparing_backend, shipped_forward
+from .operator_calls import fresh, planned
 from .problem import Problem
 
 CORE = "core"
@@ -22,11 +23,13 @@ BACKENDS = (AUTO, CUDA, TORCH, EMULATOR)
 OURS = "gdn_prefill"
 # Fresh output tensors on every call, as a caller gets by default.
 OURS_FRESH = "gdn_prefill_fresh"
+# The full forward as the lab has it: prepare, then its entry, with a fresh A on every call.
+OURS_LAB = "gdn_prefill_lab"
 LADDER = "gdn_ladder"
 # What a release of this package ran by default, where that is a version of the ladder by now.
 FORMERLY_SHIPPED = {"0.1.0": "four_group"}
 # This project's own names: never a peer of themselves.
-OWN = (OURS, OURS_FRESH, LADDER)
+OWN = (OURS, OURS_FRESH, OURS_LAB, LADDER)
 ALIASES = {"ours": OURS}
 PEERS = ("flash_qla", "fla", "flashinfer")
 
@@ -58,10 +61,15 @@ class Implementation(Protocol):
 
 @dataclass(frozen=True)
 class Ours:
-    """This package: core is the forward kernel alone, full prepares the gate and A as well."""
+    """This package: core is the lab's entry from a ready-made A, full the operator.
+
+    operator: False makes full the lab's way, prepare and then its entry. Emulated it always is, as
+    the operator's kernels are not emulated from here.
+    """
 
     name: str = OURS
     reuse_outputs: bool = True
+    operator: bool = True
     backend: str = AUTO
     scopes: tuple[str, ...] = SCOPES
     emulation: Emulation = field(default_factory=Emulation)
@@ -104,7 +112,7 @@ class Ours:
                 **options,
             )
 
-        def full() -> tuple[Tensor, Tensor]:
+        def lab() -> tuple[Tensor, Tensor]:
             g_cumsum, A = prepare(inputs.k, inputs.g, inputs.beta, backend=self.backend)
             return gdn_prefill_forward(
                 inputs.q,
@@ -117,7 +125,13 @@ class Ours:
                 **options,
             )
 
-        return {CORE: core, FULL: full}[check_scope(self, scope)]
+        if check_scope(self, scope) == CORE:
+            return core
+        if not self.operator:
+            if problem.lengths:
+                raise ValueError(f"{self.name} has no packed sequences")
+            return lab
+        return (planned if self.reuse_outputs else fresh)(problem, self.backend)
 
     def _bind_emulated(self, problem: Problem, scope: str) -> Call:
         from gdn_prefill import prepare
@@ -132,6 +146,16 @@ class Ours:
             return forward(*prepare(inputs.k, inputs.g, inputs.beta, backend=backend))
 
         return {CORE: core, FULL: full}[check_scope(self, scope)]
+
+
+_OURS = {
+    ours.name: ours
+    for ours in (
+        Ours(),
+        Ours(OURS_FRESH, reuse_outputs=False),
+        Ours(OURS_LAB, operator=False, scopes=(FULL,)),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -213,7 +237,7 @@ def peers() -> tuple[Implementation, ...]:
 
 def names() -> tuple[str, ...]:
     """The names get() takes, aliases left out."""
-    return (OURS, OURS_FRESH, *(peer.name for peer in peers()))
+    return (*_OURS, *(peer.name for peer in peers()))
 
 
 def get(
@@ -237,9 +261,8 @@ def get(
         if backend == TORCH:
             raise ValueError(f"backend is {TORCH!r}, a version of the ladder has none of that kind")
         return replace(found, backend=backend, emulation=emulation)
-    if name in (OURS, OURS_FRESH):
-        ours = Ours(name, reuse_outputs=name == OURS)
-        return replace(ours, backend=backend, emulation=emulation)
+    if name in _OURS:
+        return replace(_OURS[name], backend=backend, emulation=emulation)
     if ":" in name:
         return _imported(name)
     for peer in peers():

@@ -29,6 +29,7 @@ from cases import SEED, Case, make_inputs
 
 from .channel import Channel, ClosedError, ForgedError, LateError, Message
 from .check import PASSED, Expected, Status, Verdict, check_values, expected_layout
+from .child import ROOT, child_environment, describe_exit
 from .device import why_untimed
 from .evaluate import Outcome, under_floor
 from .implementations import CORE
@@ -36,7 +37,7 @@ from .problem import expected_values
 from .relay import Relay
 from .rotation import draw_signs, flipped_expectations
 from .timing import Plan, Protocol, percentile
-from .worker import ROOT, TIMEOUT_S, child_environment, describe_exit
+from .worker import TIMEOUT_S
 
 SUBMISSION = "submission"
 SETS = 3

@@ -30,6 +30,7 @@ import torch
 
 from cases import Case, make_inputs
 
+from .child import ROOT, child_environment
 from .device import pick_device
 from .implementations import CORE, OURS, get, ladder_versions
 from .options import seconds
@@ -38,7 +39,6 @@ from .profile import MISSING, find_tool
 from .progress import Progress, note
 from .results import RESULTS, SHIPPED, Stamp, begin_metadata, finish_metadata
 from .selection import select_cases
-from .worker import ROOT, child_environment
 
 NAME = "metrics"
 SCHEMA = "counters"

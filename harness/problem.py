@@ -1,11 +1,13 @@
 """One case made concrete: seeded inputs, the prepared gate and inverse, the expected values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from cases import SEED, Case, Inputs, make_inputs
+from cases import SEED, Case, Inputs, PackedCase, make_inputs, make_packed_inputs
 from reference.chunked import gdn_chunked
 
 from .emulation import preparing_backend
@@ -17,7 +19,9 @@ class Problem:
 
     inputs as in cases.Inputs; g_cumsum [B, T, Hv] fp32 and A [B, T, Hv, 64] bf16 were prepared
     outside every timed region; expected_output [B, T, Hv, 128] and expected_state
-    [B, Hv, 128 (dk), 128 (dv)] are float64 and start from the raw gate.
+    [B, Hv, 128 (dk), 128 (dv)] are float64 and start from the raw gate. Of a packed batch B is 1,
+    lengths are those of its N sequences, cu_seqlens [N + 1] int64 their bounds, and states are
+    [N, Hv, 128, 128].
     """
 
     case: Case
@@ -26,6 +30,8 @@ class Problem:
     A: Tensor
     expected_output: Tensor
     expected_state: Tensor
+    lengths: tuple[int, ...] = ()
+    cu_seqlens: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -92,3 +98,29 @@ def build_problem(
         expected_output=output,
         expected_state=state,
     )
+
+
+def operator_problem(
+    case: Case | PackedCase, device: str | torch.device = "cpu", seed: int = SEED
+) -> Problem:
+    """A problem for the full scope alone: drawn and solved, without g_cumsum and A (empty)."""
+    absent = torch.empty(0)
+    if isinstance(case, Case):
+        inputs = make_inputs(case, device, seed)
+        return Problem(case, inputs, absent, absent, *expected_values(inputs))
+    inputs = make_packed_inputs(case, device, seed)
+    bounds = torch.tensor(case.bounds, dtype=torch.int64, device=inputs.q.device)
+    expected = packed_values(inputs, case.bounds)
+    return Problem(case.row, inputs, absent, absent, *expected, case.lengths, bounds)
+
+
+def packed_values(inputs: Inputs, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The float64 output and final states, sequence by sequence."""
+    outputs, states = [], []
+    for n, (start, end) in enumerate(pairwise(bounds)):
+        rows = (x[:, start:end] for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta))
+        state = None if inputs.initial_state is None else inputs.initial_state[n : n + 1]
+        output, final_state = gdn_chunked(*rows, initial_state=state)
+        outputs.append(output)
+        states.append(final_state)
+    return torch.cat(outputs, dim=1), torch.cat(states)

@@ -1,7 +1,7 @@
 """The lab's profiler command lines: built, shown, and run where the tool and a GPU are there.
 
-    python -m harness.profile ncu --case long_low_gva
-    python -m harness.profile nsys --case long_low_gva --print-only
+python -m harness.profile ncu --case long_low_gva
+python -m harness.profile nsys --case long_low_gva --print-only
 """
 
 import argparse
@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .child import ROOT, child_environment
 from .device import pick_device
 from .progress import note
 from .selection import select_cases
-from .worker import ROOT, child_environment
 
 TOOLS = ("ncu", "nsys")
 # The kernels of this package and of its ladder, whatever else a process launches.

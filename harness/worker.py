@@ -4,44 +4,21 @@ One child serves many jobs; after a crash, a hang or an error that leaves the GP
 job gets a new one.
 """
 
-import json
-import os
-import selectors
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from cases import SEED, Case
 
 from .check import Status
+from .child import Child, EndedError, LateError, conversation
 from .emulation import AUTO, Emulation, Steps
 from .evaluate import NOT_CAPTURED, Entry, Outcome
 from .implementations import get
 from .timing import Plan, Protocol
 
-ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600.0
-# On cores that are shared, with others or among the emulator's processes, threads that spin while
-# they wait cost more than they compute.
-CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
 STEPS_S = 0.1
-
-
-def child_environment(cpu: bool = False) -> dict[str, str]:
-    """The environment of a child: this repository first on its path, installed or not.
-
-    `cpu`: it computes on the CPU; what the user has set stays.
-    """
-    paths = [str(ROOT), str(ROOT / "kernel"), os.environ.get("PYTHONPATH", "")]
-    return {
-        **(CPU_ENVIRONMENT if cpu else {}),
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-    }
 
 
 class Worker:
@@ -55,8 +32,7 @@ class Worker:
     ) -> None:
         self._timeout_s = timeout_s
         self._steps = steps
-        self._process: subprocess.Popen | None = None
-        self._unread = b""
+        self._child: Child | None = None
 
     def __enter__(self) -> "Worker":
         return self
@@ -106,74 +82,31 @@ class Worker:
 
     def close(self) -> None:
         """Ends the child, if there is one."""
-        process, self._process = self._process, None
-        self._unread = b""
-        if process is None:
-            return
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
 
     def _ask(self, job: dict, timeout_s: float) -> dict:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "harness.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd=ROOT,
-                env=child_environment(job["cpu"]),
-                start_new_session=True,
-            )
-        process = self._process
-        try:
-            process.stdin.write(json.dumps(job).encode() + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass
+        if self._child is None:
+            self._child = Child("harness.worker", job["cpu"])
+        self._child.send(job)
         deadline = time.monotonic() + timeout_s
         while True:
-            line = self._read_line(deadline)
-            if line is None:
+            try:
+                answer = self._child.receive(max(0.0, deadline - time.monotonic()))
+            except LateError:
                 self.close()
-                return {
-                    "status": Status.TIMEOUT.value,
-                    "reason": f"no answer within {timeout_s:g} s",
-                }
-            if not line.endswith(b"\n"):
-                code = process.wait()
+                reason = f"no answer within {timeout_s:g} s"
+                return {"status": Status.TIMEOUT.value, "reason": reason}
+            except EndedError as error:
                 self.close()
-                return {"status": Status.ERROR.value, "reason": describe_exit(code)}
-            answer = json.loads(line)
+                return {"status": Status.ERROR.value, "reason": str(error)}
             if "steps" not in answer:
                 break
             self._steps(*answer["steps"])
         if answer.get("spoiled") or answer.get("stale"):
             self.close()
         return answer
-
-    def _read_line(self, deadline: float) -> bytes | None:
-        """One line of the child's, what it left behind if it ended, or None when time is up."""
-        stream = self._process.stdout
-        with selectors.DefaultSelector() as selector:
-            selector.register(stream, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    return None
-                part = os.read(stream.fileno(), 1 << 20)
-                if not part:
-                    break
-                self._unread += part
-        line, newline, self._unread = self._unread.partition(b"\n")
-        return line + newline
-
-
-def describe_exit(code: int) -> str:
-    """How a child ended, in words, from its return code."""
-    if code < 0:
-        return f"the process was ended by signal {-code} ({signal.Signals(-code).name})"
-    return f"the process ended with exit code {code} before it was done"
 
 
 def _failed(
@@ -246,15 +179,10 @@ def _gpu_answers(device) -> bool:
 
 def main() -> None:
     """Answers jobs, one JSON line each, until standard input ends."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
-    def say(message: dict) -> None:
-        print(json.dumps(message), file=answers, flush=True)
-
-    for line in sys.stdin:
+    jobs, say = conversation()
+    for job in jobs:
         try:
-            answer = _answer(json.loads(line), say)
+            answer = _answer(job, say)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             answer = {"status": Status.ERROR.value, "reason": reason, "spoiled": True}

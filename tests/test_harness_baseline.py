@@ -160,6 +160,7 @@ def test_the_benchmark_records_both_protocols_and_scopes(measured, capsys):
             ("gdn_prefill", "core"),
             ("gdn_prefill", "full"),
             ("gdn_prefill_fresh", "core"),
+            ("gdn_prefill_lab", "full"),
             ("fla", "full"),
         )
         for protocol in ("oj", "graph")

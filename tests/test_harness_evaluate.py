@@ -68,10 +68,11 @@ def test_outcomes_survive_json():
 
 
 def test_both_scopes_of_this_package_pass():
-    entries = [Entry("ours", "core"), Entry("ours", "full")]
-    found = compare(CASE, entries, [PLAN], CPU, backend="torch")
-    assert [o.status for o in found] == [Status.PASS, Status.PASS]
-    assert [o.scope for o in found] == ["core", "full"]
+    entries = [Entry("ours", "core"), Entry("ours", "full"), Entry("gdn_prefill_lab", "full")]
+    entries.append(Entry("gdn_prefill_fresh", "full"))
+    found = compare(CASE, entries, [PLAN], CPU, backend="torch", thorough=True)
+    assert [(o.status, o.reason) for o in found] == [(Status.PASS, "")] * 4
+    assert [o.scope for o in found] == ["core", "full", "full", "full"]
 
 
 def test_the_worker_outlives_a_crash_and_a_hang():

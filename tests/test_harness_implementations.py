@@ -19,6 +19,8 @@ def test_ours_by_name_and_alias():
     assert (ours.name, ours.backend, ours.reuse_outputs) == ("gdn_prefill", "torch", True)
     assert get("gdn_prefill_fresh").reuse_outputs is False
     assert ours.unavailable() is None
+    assert ours.operator and get("gdn_prefill_fresh").operator
+    assert (get("gdn_prefill_lab").operator, get("gdn_prefill_lab").scopes) == (False, ("full",))
 
 
 def test_a_backend_that_needs_a_gpu_says_so(monkeypatch):

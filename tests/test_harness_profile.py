@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from harness import profile
+from harness.child import ROOT
 from harness.profile import MISSING, main
-from harness.worker import ROOT
 
 
 def printed(capsys, *arguments):

@@ -14,15 +14,18 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from cases import Case, make_inputs
+from cases import Case, PackedCase, make_inputs
 from harness.implementations import Implementation
+from harness.problem import operator_problem
 from reference.chunked import CHUNK, chunk_cumsum, gdn_chunked, solve_A
 from reference.peers import common, fla, flash_qla, flashinfer
 
 ALL = flash_qla.IMPLEMENTATIONS + fla.IMPLEMENTATIONS + flashinfer.IMPLEMENTATIONS
 CASE = Case("small", B=2, T=70, Hq=2, Hv=4, initial_state=True, gate="mixed")
 LONE = Case("lone", B=1, T=130, Hq=1, Hv=3, initial_state=False, gate="random_decay")
+PACKED = PackedCase("packed", 1, 2, (70, 1, 130), initial_state=True, gate="mixed")
 cases = pytest.mark.parametrize("case", [CASE, LONE], ids=lambda case: case.name)
+full_cases = pytest.mark.parametrize("case", [CASE, LONE, PACKED], ids=lambda case: case.name)
 implementations = pytest.mark.parametrize("peer", ALL, ids=lambda peer: peer.name)
 
 
@@ -39,7 +42,13 @@ def problem(case, device="cpu"):
         A=solve_A(inputs.k, inputs.g, inputs.beta).bfloat16(),
         expected_output=output,
         expected_state=state,
+        lengths=(),
+        cu_seqlens=None,
     )
+
+
+def full_problem(case):
+    return operator_problem(case) if case is PACKED else problem(case)
 
 
 def rounded(output, state):
@@ -236,18 +245,23 @@ def test_flash_qla_core(monkeypatch, peer, case, splits):
 def full_forward(a):
     """The convention that FlashQLA and FLA share with this project."""
     assert a.output_final_state and not a.use_qk_l2norm_in_kernel and not a.state_v_first
-    assert a.cu_seqlens is None
-    return rounded(*gdn_chunked(a.q, a.k, a.v, a.g, a.beta, a.initial_state, a.scale))
+    if a.cu_seqlens is None:
+        return rounded(*gdn_chunked(a.q, a.k, a.v, a.g, a.beta, a.initial_state, a.scale))
+    rows = (x[0] for x in (a.q, a.k, a.v, a.g.double().exp(), a.beta))
+    state = None if a.initial_state is None else a.initial_state.mT.contiguous()
+    scale = a.q.shape[-1] ** -0.5 if a.scale is None else a.scale
+    output, state = packed_forward(*rows, a.cu_seqlens, scale, state)
+    return output.unsqueeze(0), state.mT
 
 
-@cases
+@full_cases
 @pytest.mark.parametrize("peer", flash_qla.IMPLEMENTATIONS, ids=lambda peer: peer.name)
 def test_flash_qla_full(monkeypatch, peer, case):
     def compute(a):
         assert a.auto_cp is peer.auto_cp
         return full_forward(a)
 
-    made = problem(case)
+    made = full_problem(case)
     entry = stand_in(flash_qla_signature("chunk_gated_delta_rule"), compute)
     install(monkeypatch, "flash_qla.ops.gated_delta_rule.chunk", chunk_gated_delta_rule=entry)
     check(peer.bind(made, common.FULL), made)
@@ -256,7 +270,7 @@ def test_flash_qla_full(monkeypatch, peer, case):
 # FLA
 
 
-@cases
+@full_cases
 def test_fla_full(monkeypatch, case):
     monkeypatch.setenv(fla.HAND_OVER, "1")
     real = signature(fla.PACKAGE, "ops/gated_delta_rule/chunk.py", "chunk_gated_delta_rule")
@@ -265,7 +279,7 @@ def test_fla_full(monkeypatch, case):
         "fla.ops.gated_delta_rule",
         chunk_gated_delta_rule=stand_in(real, full_forward),
     )
-    made = problem(case)
+    made = full_problem(case)
     call = fla.IMPLEMENTATIONS[0].bind(made, common.FULL)
     assert fla.os.environ[fla.HAND_OVER] == "0", "else FLA would run FlashQLA"
     check(call, made)
@@ -385,7 +399,7 @@ def install_flashinfer(monkeypatch, calls, public):
 
         def entry(a):
             calls.append(a.use_cp)
-            assert a.output_final_state and a.max_seqlen == a.q.shape[0] // (len(a.cu_seqlens) - 1)
+            assert a.output_final_state and a.max_seqlen == max(a.cu_seqlens.diff()).item()
             return packed_forward(
                 a.q, a.k, a.v, a.g, a.beta, a.cu_seqlens, a.scale, a.initial_state
             )
@@ -397,10 +411,10 @@ def install_flashinfer(monkeypatch, calls, public):
         )
 
 
-@cases
+@full_cases
 @pytest.mark.parametrize("peer", flashinfer.IMPLEMENTATIONS, ids=lambda peer: peer.name)
 def test_flashinfer_public(monkeypatch, peer, case):
-    calls, made = [], problem(case)
+    calls, made = [], full_problem(case)
     install_flashinfer(monkeypatch, calls, public=True)
     check(peer.bind(made, common.FULL), made)
     assert calls == [peer.split]

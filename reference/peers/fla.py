@@ -46,6 +46,7 @@ class FLA:
                 inputs.beta,
                 initial_state=inputs.initial_state,
                 output_final_state=True,
+                cu_seqlens=problem.cu_seqlens,
             )
 
         return full

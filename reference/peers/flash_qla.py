@@ -56,6 +56,7 @@ class FlashQLA:
                 inputs.beta,
                 initial_state=inputs.initial_state,
                 output_final_state=True,
+                cu_seqlens=problem.cu_seqlens,
                 auto_cp=self.auto_cp,
             )
 

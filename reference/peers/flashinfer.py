@@ -1,7 +1,7 @@
 """FlashInfer's SM90 kernels (CuTe DSL): one kernel, split over time, or its own choice of the two.
 
 Full forward only, and in FlashInfer's conventions, into which bind() converts once, outside the
-timed region: sequences packed as [B*T, heads, 128], the gate linear (exp of the log decay), the
+timed region: all sequences packed as [B*T, heads, 128], the gate linear (exp of the log decay), the
 state with dv before dk. The final state comes back as a transposed view, not a copy.
 
 The public function is called where the whole package is installed. Where only its kernels
@@ -35,10 +35,10 @@ Split = Literal["auto"] | bool
 
 @dataclass(frozen=True)
 class Packed:
-    """The inputs in FlashInfer's conventions: B sequences of T tokens one after the other.
+    """The inputs in FlashInfer's conventions: N sequences of up to T tokens one after the other.
 
-    q, k [B*T, Hq, 128], v [B*T, Hv, 128] bf16; alpha (linear gate), beta [B*T, Hv] fp32;
-    initial_state [B, Hv, 128 (dv), 128 (dk)] fp32 or None; cu_seqlens [B + 1] int64.
+    q, k [tokens, Hq, 128], v [tokens, Hv, 128] bf16; alpha (linear gate), beta [tokens, Hv] fp32;
+    initial_state [N, Hv, 128 (dv), 128 (dk)] fp32 or None; cu_seqlens [N + 1] int64.
     """
 
     q: Tensor
@@ -114,7 +114,11 @@ def pack(problem: "Problem") -> Packed:
     """Converts a problem's inputs."""
     inputs = problem.inputs
     B, T = inputs.q.shape[:2]
-    state = inputs.initial_state
+    state, bounds = inputs.initial_state, problem.cu_seqlens
+    if bounds is None:
+        bounds = torch.arange(B + 1, dtype=torch.int64, device=inputs.q.device) * T
+    else:
+        T = max(problem.lengths)
     return Packed(
         q=inputs.q.flatten(0, 1),
         k=inputs.k.flatten(0, 1),
@@ -122,7 +126,7 @@ def pack(problem: "Problem") -> Packed:
         alpha=inputs.g.exp().flatten(0, 1),
         beta=inputs.beta.flatten(0, 1),
         initial_state=None if state is None else state.transpose(-1, -2).contiguous(),
-        cu_seqlens=torch.arange(B + 1, dtype=torch.int64, device=inputs.q.device) * T,
+        cu_seqlens=bounds,
         T=T,
     )
 
