@@ -4,6 +4,7 @@ harness/derived.py evaluates a document's markers over the public methods of Der
 are those of the ladder, or "shipped" for what the package runs; times are medians in milliseconds.
 """
 
+import contextlib
 import csv
 import functools
 import json
@@ -15,6 +16,9 @@ from cases import CHUNK, HEAD_DIM, Case, load_baselines, load_cases
 from gdn_ladder import VERSIONS, LadderShape, get_version, kernels_of
 from gdn_ladder.families import CORE as PACKAGE_CORE
 
+from .bench_operator import HOST_NAME, select_workloads
+from .bench_operator import IMPLEMENTATIONS as COMPARED
+from .bench_operator import NAME as OPERATOR
 from .check import Status
 from .device import H200
 from .floors import hbm_floor_ms, tensor_floor_ms
@@ -136,6 +140,33 @@ class Derivations:
     def preprocessing(self, case: str) -> float:
         """What this package's full forward takes beyond its core."""
         return self.bench(OURS, case, FULL) - self.bench(OURS, case, CORE)
+
+    def operator(self, implementation: str, workload: str) -> float:
+        """The full forward on a public case or a packed batch, from the operator's own run."""
+        if workload not in self._workloads:
+            raise LookupError(f"no workload {workload}")
+        return _median(
+            self._rows(OPERATOR),
+            (implementation, workload),
+            lambda row: (row.implementation, row.case),
+        )
+
+    def operator_ratio(self, peer: str, workload: str) -> float:
+        """A peer's full forward over ours: above 1 where this package is faster."""
+        return self.operator(peer, workload) / self.operator(OURS, workload)
+
+    def operator_host(self, what: str, workload: str) -> float:
+        """Host time of a warm call in microseconds: "plan", "fresh" or "replay"."""
+        if workload not in self._workloads:
+            raise LookupError(f"no workload {workload}")
+        path = self._folder / f"{HOST_NAME}.csv"
+        if not path.is_file():
+            raise NotRecordedError(f"{path.name} is not recorded")
+        with path.open(newline="", encoding="utf-8") as handle:
+            found = {row["case"]: row for row in csv.DictReader(handle)}
+        if workload not in found:
+            raise NotRecordedError(f"{path.name} has no {workload}")
+        return float(found[workload][what])
 
     def host(self, case: str, column: str) -> float:
         """A column of host_overhead.csv, in microseconds."""
@@ -270,9 +301,16 @@ class Derivations:
     def _cases(self) -> dict[str, Case]:
         return {case.name: case for case in load_cases()}
 
+    @functools.cached_property
+    def _workloads(self) -> dict[str, object]:
+        return {work.name: work for work in select_workloads()}
+
     def _rows(self, name: str) -> list[Row]:
         if name not in self._read:
-            self._read[name] = read_rows(self._folder / f"{name}.csv")
+            path = self._folder / f"{name}.csv"
+            if not path.is_file():
+                raise NotRecordedError(f"{path.name} is not recorded")
+            self._read[name] = read_rows(path)
         return self._read[name]
 
     @functools.cached_property
@@ -440,6 +478,52 @@ def _peers(derive: Derivations) -> str:
     return _markdown(("over ours", *(f"{scope}: {name}" for scope, name in columns)), rows)
 
 
+def _operator(derive: Derivations) -> str:
+    """The operator beside the peers, in milliseconds; empty where one was not right or not run."""
+
+    def cell(name: str, workload: str) -> str:
+        try:
+            return _or_pending(lambda: derive.operator(name, workload), 4)
+        except LookupError:
+            return ""
+
+    rows = [(work, *(cell(name, work) for name in COMPARED)) for work in derive._workloads]
+    return _markdown(("ms", *COMPARED), rows)
+
+
+def _results(derive: Derivations) -> str:
+    """The public cases beside the peers: kernels alone, core and full."""
+    best = ("flashinfer_one_kernel", "flashinfer_split")
+    columns = {
+        "core: ours": (CORE, (OURS,)),
+        "FlashQLA, no split": (CORE, ("flash_qla_nocp",)),
+        "FlashQLA": (CORE, ("flash_qla",)),
+        "full: ours": (FULL, (OURS,)),
+        "FlashQLA ": (FULL, ("flash_qla",)),
+        "FlashInfer, best": (FULL, best),
+        "FLA": (FULL, ("fla",)),
+    }
+    rows = [
+        (
+            case,
+            *(_ms(lambda c=case, s=s, n=n: _fastest(derive, c, s, n)) for s, n in columns.values()),
+        )
+        for case in derive._cases
+    ]
+    return _markdown(("case", *(label.strip() for label in columns)), rows)
+
+
+def _fastest(derive: Derivations, case: str, scope: str, names: Iterable[str]) -> float:
+    """The fastest of those that have a time. Raises LookupError if none has."""
+    times = []
+    for name in names:
+        with contextlib.suppress(LookupError):
+            times.append(derive.bench(name, case, scope))
+    if not times:
+        raise LookupError(f"no time of {', '.join(names)} on {case}")
+    return min(times)
+
+
 def _scores(derive: Derivations) -> str:
     """The recorded score sheet."""
     rows = [
@@ -464,5 +548,7 @@ _TABLES: dict[str, Callable[[Derivations], str]] = {
     "chunks": _chunks,
     "counters": _counters,
     "peers": _peers,
+    "operator": _operator,
+    "results": _results,
     "scores": _scores,
 }

@@ -22,11 +22,11 @@ def draw(recorded: Recorded) -> Figure:
         for case in CASES
     }
     sheet = Sheet(
-        3.7,
+        6.2,
         title(kernels, versions),
         profiled(recorded, any(kernel.of > 1 for kernel in kernels.values())),
     )
-    panels = sheet.grid(columns=2, left=0.5, right=0.15, top=0.6, bottom=0.75, wspace=0.12)
+    panels = sheet.grid(rows=2, left=0.5, right=0.15, top=0.6, bottom=0.75, hspace=0.55)
     for axes, (counter, label) in zip(panels, COUNTERS.items(), strict=True):
         _panel(axes, versions, kernels, counter)
         axes.set_title(label)
