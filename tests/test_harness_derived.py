@@ -6,9 +6,10 @@ import pytest
 
 from cases import load_cases
 from gdn_ladder import VERSIONS
+from gdn_prefill.dispatch import core_plan
 from harness import derived
 from harness.check import Status
-from harness.derivations import Derivations
+from harness.derivations import Derivations, NotRecordedError
 from harness.derived import UnderivableError, main, mismatches, refresh, unmarked
 from harness.evaluate import Outcome
 from harness.metrics import Metric, write_metrics
@@ -21,8 +22,16 @@ ROWS = "<!-- table: times -->\n| old |\n<!-- end table -->\n"
 class Stub:
     """Two functions and a table."""
 
+    def __init__(self, recorded=True):
+        self._recorded = recorded
+
     def functions(self):
-        return {"ms": {"v7": 1.3449, "zero": -0.001}.__getitem__, "word": lambda: "PASS"}
+        return {"ms": self._ms, "word": lambda: "PASS"}
+
+    def _ms(self, version):
+        if version == "v7" and not self._recorded:
+            raise NotRecordedError("v7")
+        return {"v7": 1.3449, "zero": -0.001}[version]
 
     def table(self, name):
         return {"times": "| new |"}[name]
@@ -43,6 +52,24 @@ def test_what_differs_is_told_by_line():
     assert mismatches(TEXT.replace("PASS", "WRONG"), Stub()) == [
         "line 1: word() is PASS, not WRONG"
     ]
+
+
+@pytest.mark.parametrize("shown, pending", [("1.34", "n.nn"), ("9", "n"), ("+1.0", "+n.n")])
+def test_what_is_not_recorded_keeps_its_place_and_digits(shown, pending, capsys):
+    text = TEXT.replace("1.34", shown)
+    absent = refresh(text, Stub(recorded=False))
+    assert absent == TEXT.replace("1.34", pending)
+    assert mismatches(absent, Stub(recorded=False)) == []
+    assert mismatches(absent, Stub()) != []
+    assert refresh(absent, Stub()) == refresh(text, Stub())
+
+
+def test_the_command_counts_what_is_not_recorded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(derived, "Derivations", lambda: Stub(recorded=False))
+    path = tmp_path / "page.md"
+    path.write_text(TEXT.replace("1.34", "n.nn"))
+    assert main([str(path)]) == 0
+    assert "1 numbers are not recorded yet" in capsys.readouterr().err
 
 
 def test_a_zero_has_no_sign():
@@ -120,7 +147,8 @@ def recorded(tmp_path):
         ("gdn_ladder", "v14", "core", "oj"): (2.25,),
         ("gdn_ladder", "v6", "core", "graph"): (4.0,),
         ("gdn_ladder", "v4", "core", "graph"): (),
-        ("gdn_prefill", "0.1.0", "core", "graph"): (0.5,),
+        ("gdn_prefill", "0.1.0", "core", "graph"): (0.75,),
+        ("gdn_prefill", "9.9.9", "core", "graph"): (0.5,),
     }
     bench = {
         ("gdn_prefill", "0.1.0", "core", "graph"): (0.25,),
@@ -147,6 +175,8 @@ def test_times_and_what_follows_from_them(recorded):
     case = CASES[0]
     assert recorded.ladder("v7", case) == 2.0
     assert recorded.ladder("shipped", case) == 0.5
+    assert recorded.ladder("four_group", case) == 0.75  # what release 0.1.0 shipped
+    assert recorded.release("bench") == "0.1.0"
     assert recorded.bench("gdn_prefill", case) == 0.25
     assert recorded.over("v7", "v6", case) == 0.5
     assert recorded.changes("v7", "v6") == [-50.0] * 8
@@ -159,8 +189,12 @@ def test_times_and_what_follows_from_them(recorded):
     assert recorded.wrong_cases("v4") == 8 and recorded.passes("v7") == 8
     with pytest.raises(LookupError, match="gdn_ladder v4 is WRONG"):
         recorded.ladder("v4", case)
-    with pytest.raises(LookupError, match="nothing recorded of gdn_ladder"):
+    with pytest.raises(NotRecordedError, match="nothing recorded of v1"):
         recorded.ladder("v1", case)
+    for wrong in (lambda: recorded.ladder("v8", case), lambda: recorded.ladder("v7", "nope")):
+        with pytest.raises((LookupError, ValueError)) as raised:
+            wrong()
+        assert not isinstance(raised.value, NotRecordedError)
 
 
 def test_counters_verdicts_and_provenance(recorded):
@@ -182,8 +216,14 @@ def test_the_sources_numbers_are_those_of_the_ladders_table(recorded):
 
 def test_shapes_and_tensor_work(recorded):
     assert recorded.tile("v7", "chain_equal") == 64 and recorded.tile("v7", "long_low_gva") == 128
-    assert recorded.tile("shipped", "wide_gva_state") == 64
     assert recorded.ctas("v1", "wide_gva_state") == 256
+    assert recorded.tile("four_group", "wide_gva_state") == 64
+    for case in load_cases():
+        plan = core_plan(case.B, case.T, case.Hq, case.Hv, 132)
+        assert recorded.tile("shipped", case.name) == plan.block_dv
+        assert recorded.segments(case.name) == plan.segments
+        ctas = case.state_heads * 128 // plan.block_dv
+        assert recorded.ctas("shipped", case.name) == ctas * plan.segments
     # 1280 and 2304 cycles at 1.98 GHz.
     assert recorded.tensor_us(64) == pytest.approx(1280 / 1980)
     assert recorded.tensor_us(128) == pytest.approx(2304 / 1980)
@@ -192,8 +232,65 @@ def test_shapes_and_tensor_work(recorded):
 
 def test_a_table_has_a_row_for_what_was_timed(recorded):
     lines = recorded.table("times").splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:]] == ["| v6", "| v7", "| **shipped**"]
+    assert [line.split(" | ")[0] for line in lines[2:]] == [
+        "| v6",
+        "| v7",
+        "| four_group",
+        "| **shipped**",
+    ]
     assert lines[0].count("|") == len(CASES) + 2
     assert {version.name for version in VERSIONS} >= {"v6", "v7"}
     with pytest.raises(KeyError):
         recorded.table("nope")
+
+
+def test_the_operator_is_read_from_its_own_run(recorded, tmp_path):
+    with pytest.raises(NotRecordedError, match="operator.csv is not recorded"):
+        recorded.operator("fla", "packed_8x1024")
+    assert "| packed_8x1024 | n.nnnn |" in recorded.table("operator")
+    found = [
+        Outcome("packed_8x1024", name, "1", "full", "graph", status, "", times)
+        for name, status, times in (
+            ("gdn_prefill", Status.PASS, (0.5,)),
+            ("fla", Status.PASS, (2.0,)),
+            ("flash_qla", Status.WRONG, ()),
+        )
+    ]
+    write_results("operator", [to_row(o, STAMP) for o in found], {"date": "d"}, root=tmp_path)
+    assert recorded.operator_ratio("fla", "packed_8x1024") == 4.0
+    line = "| packed_8x1024 | 0.5000 | n.nnnn |  | 2.0000 | n.nnnn |"
+    assert line in recorded.table("operator").splitlines()
+    with pytest.raises(LookupError, match="no workload nope"):
+        recorded.operator("fla", "nope")
+    with pytest.raises(NotRecordedError):
+        recorded.operator_host("plan", "packed_8x1024")
+    path = tmp_path / "gpu" / "operator_host.csv"
+    path.write_text("case,plan,fresh,replay\npacked_8x1024,4.5,30.0,4.0\n")
+    assert recorded.operator_host("plan", "packed_8x1024") == 4.5
+    with pytest.raises(NotRecordedError):
+        recorded.operator_host("plan", "chain_equal")
+
+
+def test_the_public_table_takes_the_fastest_variant(recorded, tmp_path):
+    more = {
+        ("gdn_prefill", "9.9.9", "full", "graph"): (0.5,),
+        ("flashinfer_one_kernel", "1", "full", "graph"): (0.8,),
+        ("flashinfer_split", "1", "full", "graph"): (0.6,),
+    }
+    record(tmp_path, "bench", more)
+    fresh = Derivations(tmp_path, "gpu")
+    first = fresh.table("results").splitlines()[2]
+    assert first == f"| {CASES[0]} |  |  |  | 0.5000 |  | 0.6000 |  |"
+
+
+def test_slopes_leave_the_fixed_costs_out(recorded, tmp_path):
+    folder = tmp_path / "gpu" / "rounds"
+    folder.mkdir()
+    rows = ["slope_short,100", "slope_long,484", "full_short,50", "wide_gva_state,146"]
+    text = "".join(f"dv64,{row},0,0\n" for row in rows)
+    (folder / "resident_round3.csv").write_text("variant,shape,median_us,a,b\n" + text)
+    assert recorded.slope(3) == 2.0  # 384 us more for 192 chunks more
+    assert recorded.slope(3, "dv64", "full") == 1.0
+    for missing in ((4,), (3, "dv128")):
+        with pytest.raises(NotRecordedError):
+            recorded.slope(*missing)
