@@ -110,7 +110,7 @@ class ResidentConfig:
         defaults = {
             "stages": 3 if narrow else 2,
             "slots": 2 if narrow else 1,
-            "registers": (224, 144, 80, 64) if narrow else (168, 144, 32),
+            "registers": (224, 144, 80, 64) if narrow else (176, 136, 24),
             "early_factors": narrow,
         }
         for name, value in defaults.items():
@@ -294,11 +294,11 @@ def load_values(config, here, tiles, values_fragment):
 # --- state group
 @T.macro
 def take_values(config, here, tiles, barriers, registers):
-    """What the chunk brings to the chain: V, or where registers reach beta V and its factors."""
+    """What the chunk brings to the chain, where registers reach with beta V and its factors."""
     T.barrier_wait(barriers.chunk_ready[here.stage], here.filled)
     registers.keep[0] = tiles.keep[here.stage]
-    load_values(config, here, tiles, registers.v)
     if config.early_factors:
+        load_values(config, here, tiles, registers.v)
         T.copy(tiles.factors[here.stage, :, :], registers.factors)
         # beta V
         for i, j in T.Parallel(config.block_dv, CHUNK):
@@ -362,9 +362,10 @@ def decay_state(config, registers):
 @T.macro
 def solve_values(config, place, here, tiles, barriers, registers):
     """From U'^T in flight to the finished V_new^T; what the next chunk brings in its shadow."""
-    registers.slow[0] = tiles.slow[here.stage]
     if config.early_factors:
         T.copy(tiles.x_factor[here.stage, :], registers.x_factor)
+    else:
+        load_values(config, here, tiles, registers.v)
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR_REGISTERS)
 
@@ -390,9 +391,9 @@ def solve_values(config, place, here, tiles, barriers, registers):
         policy=FULL_ROW,
         clear_accum=True,
     )
-    if config.early_factors:
-        if here.chunk + 1 < place.chunks:
-            take_values(config, following(config, here), tiles, barriers, registers)
+    registers.slow[0] = tiles.slow[here.stage]
+    if config.early_factors and here.chunk + 1 < place.chunks:
+        take_values(config, following(config, here), tiles, barriers, registers)
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.x, num_regs=ACCUMULATOR_REGISTERS)
 
