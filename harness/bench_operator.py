@@ -4,8 +4,9 @@
     python -m harness.bench_operator --host           and what our calls cost the host
     python -m harness.bench_operator --case packed_mixed_state --implementation fla --budget 60
 
-Every implementation has a process of its own, which draws, checks against float64 and captures a
-workload side by side with the others; then they are timed in turn, a few replays each a round. One
+Every implementation has a process of its own. All draw a workload and solve it in float64 side by
+side; one after the other is then bound, checked and captured, and they are timed in turn, a few
+replays each a round. One
 that crashes loses that workload, and after two crashes the rest, one that gives no answer in time
 all the rest; the others go on. Workloads that --budget has no time for are named and left out.
 """
@@ -111,8 +112,10 @@ class Effort:
 
 
 def measure(workload: Workload, contenders: Sequence[Contender], effort: Effort) -> list[Measured]:
-    """Prepares a workload in all processes at once, then times those that are right in turn."""
-    job = {"do": "prepare", "workload": to_json(workload), "protocol": effort.protocol.value}
+    """Draws a workload in all processes at once, makes each implementation ready by itself, as some
+    tune themselves by the clock, then times those that are right in turn.
+    """
+    job = {"do": "draw", "workload": to_json(workload), "protocol": effort.protocol.value}
     found = []
     for contender in contenders:
         one = Measured(contender)
@@ -125,6 +128,10 @@ def measure(workload: Workload, contenders: Sequence[Contender], effort: Effort)
     for one in found:
         if one.ready:
             _admit(one, deadline - time.monotonic())
+    for one in found:
+        if one.ready:
+            one.contender.child.send({"do": "prepare"})
+            _admit(one, effort.timeout_s)
     for number in range(effort.rounds):
         for one in _rotated([one for one in found if one.ready], number):
             try:
@@ -136,12 +143,13 @@ def measure(workload: Workload, contenders: Sequence[Contender], effort: Effort)
 
 
 def _admit(one: Measured, timeout_s: float) -> None:
+    """Waits for the answer to what was sent, and goes by it."""
     try:
         answer = one.contender.child.receive(max(0.0, timeout_s))
     except ChildError as error:
         one.fail(error)
         return
-    one.contender.version = answer["version"]
+    one.contender.version = answer.get("version", one.contender.version)
     one.status, one.reason = Status(answer["status"]), answer.get("reason", "")
     one.relative_l2 = answer.get("relative_l2", [])
 
@@ -362,7 +370,7 @@ def _parser() -> argparse.ArgumentParser:
         type=seconds,
         default=TIMEOUT_S,
         metavar="SECONDS",
-        help="for making a workload ready, compiling included",
+        help="for drawing a workload, and for making one implementation ready, compiling included",
     )
     parser.add_argument(
         "--name", default=NAME, help="results/<device>/NAME.csv; empty: record nothing"

@@ -1,7 +1,7 @@
 """The process that holds one implementation of the operator for harness.bench_operator.
 
-It answers, one at a time: "prepare" (bind a workload, check it, capture it), "time" (some replays)
-and "host" (what this package's calls cost the host).
+It answers, one at a time: "draw" (a workload's inputs and expected results), "prepare" (bind it,
+check it, capture it), "time" (some replays) and "host" (what this package's calls cost the host).
 """
 
 import statistics
@@ -17,7 +17,7 @@ from .check import Status, Verdict, check_kinds, check_unmodified, poison, relat
 from .child import conversation
 from .device import pick_device
 from .evaluate import error_verdict
-from .implementations import AUTO, FULL, get
+from .implementations import AUTO, FULL, Implementation, get
 from .operator_calls import fresh, operands, plan_of, planned
 from .problem import Problem, operator_problem
 from .timing import Call, Plan, Protocol, Timer, capture, interleave, make_timer
@@ -43,6 +43,15 @@ def from_json(data: dict) -> Workload:
 
 
 @dataclass
+class Drawn:
+    """A workload with its expected results, not yet bound."""
+
+    implementation: Implementation
+    protocol: Protocol
+    problem: Problem
+
+
+@dataclass
 class Prepared:
     """A workload that is ready to be timed."""
 
@@ -52,18 +61,28 @@ class Prepared:
     plan: Plan
 
 
-def prepare(job: dict) -> tuple[dict, Prepared | None]:
-    """The answer to a "prepare", and what was prepared if all is right."""
+def draw(job: dict) -> tuple[dict, Drawn | None]:
+    """The answer to a "draw", and what was drawn if the implementation can run here."""
     implementation = get(job["implementation"])
     about = {"version": implementation.version}
     missing = implementation.unavailable()
     if missing:
         return {**about, **_failure(Verdict(Status.ERROR, f"not available here: {missing}"))}, None
     device = torch.device("cpu") if job["cpu"] else pick_device()
-    protocol = Protocol(job["protocol"])
     problem = operator_problem(from_json(job["workload"]), device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # other processes want to solve the same
+    passed = {**about, "status": Status.PASS.value}
+    return passed, Drawn(implementation, Protocol(job["protocol"]), problem)
+
+
+def prepare(drawn: Drawn) -> tuple[dict, Prepared | None]:
+    """The answer to a "prepare", and what was prepared if all is right."""
+    problem, protocol = drawn.problem, drawn.protocol
+    device = problem.device
     try:
-        call = implementation.bind(problem, FULL)
+        call = drawn.implementation.bind(problem, FULL)
         errors, verdict = checked(call, problem)
         if verdict.passed:
             call()
@@ -71,14 +90,12 @@ def prepare(job: dict) -> tuple[dict, Prepared | None]:
                 call = capture(call, device)
             errors, verdict = checked(call, problem)
     except Exception as error:
-        return {**about, **_failure(error_verdict(error))}, None
+        return _failure(error_verdict(error)), None
     if not verdict.passed:
-        return {**about, "relative_l2": errors, **_failure(verdict)}, None
+        return {"relative_l2": errors, **_failure(verdict)}, None
     prepared = Prepared(problem, call, make_timer(device, protocol), Plan(protocol, WARM_CALLS, 1))
     interleave({"": call}, prepared.plan, prepared.timer, device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # other processes want to check the same
-    return {**about, "status": Status.PASS.value, "relative_l2": errors}, prepared
+    return {"status": Status.PASS.value, "relative_l2": errors}, prepared
 
 
 def checked(call: Call, problem: Problem) -> tuple[list[float], Verdict]:
@@ -148,11 +165,13 @@ def _host_us(call: Callable[[], object], timer: Timer) -> float:
 def main() -> None:
     """Answers until standard input ends."""
     jobs, say = conversation()
-    prepared = None
+    drawn = prepared = None
     for job in jobs:
-        if job["do"] == "prepare":
-            prepared = None  # its memory goes before the next is made
-            answer, prepared = prepare(job)
+        if job["do"] == "draw":
+            drawn = prepared = None  # the memory of the one before goes first
+            answer, drawn = draw(job)
+        elif job["do"] == "prepare":
+            answer, prepared = prepare(drawn)
         elif job["do"] == "time":
             answer = take(prepared, job["replays"])
         else:

@@ -196,16 +196,18 @@ def contender(name, *answers):
     return found
 
 
-READY = {"version": "1", "status": "PASS", "relative_l2": [1e-3, 2e-3]}
+DRAWN = {"version": "1", "status": "PASS"}
+READY = DRAWN, {"status": "PASS", "relative_l2": [1e-3, 2e-3]}
 
 
 def test_turns_are_interleaved_and_the_order_rotates():
     order = []
-    both = [contender(name, READY, *[{"times_ms": [1.0]}] * 3) for name in "ab"]
+    both = [contender(name, *READY, *[{"times_ms": [1.0]}] * 3) for name in "ab"]
     for one in both:
         one.child.send = lambda job, name=one.name: order.append((name, job["do"]))
     found = measure(DENSE, both, Effort(rounds=3, replays=1))
-    assert order[2:] == [(name, "time") for name in "abbaab"]
+    assert order[:4] == [("a", "draw"), ("b", "draw"), ("a", "prepare"), ("b", "prepare")]
+    assert order[4:] == [(name, "time") for name in "abbaab"]
     assert [one.times_ms for one in found] == [[1.0] * 3] * 2
 
 
@@ -220,7 +222,7 @@ def test_a_hang_ends_the_rest_and_a_second_crash_too():
 
 def test_one_that_dies_while_it_is_timed_has_no_times():
     ended = bench_operator.ChildError("ended")
-    found = measure(DENSE, [contender("a", READY, {"times_ms": [1.0]}, ended)], EFFORT)
+    found = measure(DENSE, [contender("a", *READY, {"times_ms": [1.0]}, ended)], EFFORT)
     (outcome,) = [one.outcome(DENSE, Protocol.GRAPH) for one in found]
     assert (outcome.status, outcome.times_ms, outcome.reason) == (Status.ERROR, (), "ended")
 
@@ -299,11 +301,12 @@ def test_senseless_arguments_exit_with_2(arguments, message, capsys):
 
 def test_what_cannot_be_bound_says_so(monkeypatch):
     monkeypatch.setattr(operator_child, "get", lambda name: get(name, "torch"))
-    job = {"implementation": "gdn_prefill", "cpu": True, "protocol": "graph"}
-    answer, prepared = operator_child.prepare({**job, "workload": to_json(STATELESS)})
-    assert answer["status"] == "PASS" and prepared is not None
+    job = {"cpu": True, "protocol": "graph", "workload": to_json(STATELESS)}
+    answer, drawn = operator_child.draw({**job, "implementation": "gdn_prefill"})
+    assert answer == {"version": get("gdn_prefill").version, "status": "PASS"}
+    answer, prepared = operator_child.prepare(drawn)
+    assert answer["status"] == "PASS" and max(answer["relative_l2"]) < LIMIT
     assert len(operator_child.take(prepared, 4)["times_ms"]) == 4
-    answer, prepared = operator_child.prepare(
-        {**job, "implementation": "gdn_prefill_lab", "workload": to_json(STATELESS)}
-    )
+    _, drawn = operator_child.draw({**job, "implementation": "gdn_prefill_lab"})
+    answer, prepared = operator_child.prepare(drawn)
     assert (answer["status"], prepared) == ("ERROR", None) and "packed" in answer["reason"]
