@@ -6,23 +6,28 @@ replayed with other contents of every tensor, cu_seqlens and state_indices inclu
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .dispatch import TILES, core_plan
 from .operator_results import Results
 from .operator_validation import Operands, OperatorShape, Options
+from .runtime import RUNTIME, sm_count
 from .validation import CHUNK
 
 if TYPE_CHECKING:
+    from .kernels.resident_operator import OperatorConfig
     from .specialisations import Specialisation
     from .variants import Usage
 
-NO_KERNEL = "the forward kernel of the operator is not in this build; pass backend='torch'"
 NORMS = ("query_norm", "key_norm")
+SERIAL_TILE = 64  # of calls whose bits must not depend on what else is in the batch
 # Shape and dtype of every temporary of a call, by name.
 Specification = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -74,19 +79,173 @@ def launch_forward(
 
     An empty sequence's state is copied, and left alone where both states are the same memory.
     """
-    raise NotImplementedError(NO_KERNEL)
+    from .kernels.resident_operator import PASS_CONFIGS, operator_kernel
+
+    B, T, heads_q, _ = q.shape
+    heads_v = v.shape[2]
+    sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    # A pool without rows holds no state.
+    initial_state, final_state, states = (
+        tensor if tensor is not None and tensor.shape[0] else None
+        for tensor in (initial_state, final_state, states)
+    )
+    config = forward_config(
+        heads_q,
+        heads_v,
+        SERIAL_TILE
+        if batch_invariant
+        else tile(sequences, B * T, heads_q, heads_v, sm_count(q.device)),
+        q.dtype,
+        query_norm is not None,
+        cu_seqlens is not None,
+        *(None if tensor is None else tensor.dtype for tensor in (initial_state, final_state)),
+        None if states is None else states.dtype,
+        state_v_first and not (initial_state is None and final_state is None and states is None),
+    )
+    launch = RUNTIME.kernel(operator_kernel, config, PASS_CONFIGS)
+    in_place = (
+        initial_state is not None
+        and final_state is not None
+        and initial_state.data_ptr() == final_state.data_ptr()
+        and address(initial_rows) == address(final_rows)
+    )
+    absent = gate.view(-1)[:1]
+    (bounds, bounds_step), (reads, reads_step), (writes, writes_step), (starts, starts_step) = (
+        words(numbers, absent)
+        for numbers in (
+            cu_seqlens,
+            initial_rows,
+            final_rows,
+            states_starts if states is not None else None,
+        )
+    )
+    launch(
+        q,
+        k,
+        v,
+        gate,
+        beta,
+        A,
+        absent if query_norm is None else query_norm,
+        absent if key_norm is None else key_norm,
+        bounds,
+        absent if initial_state is None else initial_state,
+        reads,
+        absent,
+        output,
+        absent if final_state is None else final_state,
+        writes,
+        absent if states is None else states,
+        starts,
+        scale,
+        config.flush_limit(batch_invariant),
+        sequences,
+        bounds_step,
+        reads_step,
+        writes_step,
+        starts_step,
+        int(in_place),
+        states_every // CHUNK,
+        int(not states_before),
+        0,
+    )
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def words(numbers: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
+    """Integers as 32-bit words, and how many words apart they are: 0 where there are none.
+
+    The low word of an int64 is the number, also of a negative one, as all are small.
+    """
+    if numbers is None:
+        return absent.view(torch.int32), 0
+    if numbers.dtype == torch.int32:
+        return numbers, 1
+    return numbers.view(torch.int32), 2
+
+
+@functools.lru_cache(maxsize=1024)
+def tile(sequences: int, tokens: int, heads_q: int, heads_v: int, sm_count: int) -> int:
+    """State columns of a CTA for so many sequences, of all together so many tokens."""
+    mean = max(1, tokens // sequences)
+    return core_plan(sequences, mean, heads_q, heads_v, sm_count, split=False).block_dv
+
+
+@functools.lru_cache(maxsize=256)
+def forward_config(
+    heads_q: int,
+    heads_v: int,
+    block_dv: int,
+    dtype: torch.dtype,
+    l2norm: bool,
+    packed: bool,
+    initial_state: torch.dtype | None,
+    final_state: torch.dtype | None,
+    kept_states: torch.dtype | None,
+    state_v_first: bool,
+) -> OperatorConfig:
+    """The specialisation that serves such a launch."""
+    from .kernels.resident_operator import OperatorConfig
+
+    return OperatorConfig(
+        heads_q,
+        heads_v,
+        block_dv,
+        dtype=dtype_name(dtype),
+        l2norm=l2norm,
+        packed=packed,
+        initial_state=dtype_name(initial_state),
+        final_state=dtype_name(final_state),
+        kept_states=dtype_name(kept_states),
+        state_v_first=state_v_first,
+    )
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """TileLang's name of a dtype."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def unsupported(x: Operands, options: Options) -> str | None:
     """Why the kernels cannot run a checked call, or None."""
-    return NO_KERNEL
+    return None
 
 
 def forward_specialisations(
     heads_q: int, heads_v: int, dtype: str, usage: Usage
 ) -> tuple[Specialisation, ...]:
     """The kernels that launch_forward may launch for such calls, whatever their sizes."""
-    return ()
+    from .kernels.resident_operator import PASS_CONFIGS, operator_kernel
+    from .specialisations import Specialisation
+
+    kept = None
+    if usage.kept_states is not None:
+        kept = usage.final_state or "float32"
+    states = (usage.initial_state, usage.final_state, kept)
+    configs = [
+        forward_config(
+            heads_q,
+            heads_v,
+            block_dv,
+            torch_dtype(dtype),
+            usage.l2norm,
+            usage.cu_seqlens is not None,
+            *map(torch_dtype, states),
+            usage.state_v_first and any(states),
+        )
+        for block_dv in ((SERIAL_TILE,) if usage.batch_invariant else TILES)
+    ]
+    return tuple(
+        Specialisation(config.name, partial(operator_kernel, config), dict(PASS_CONFIGS))
+        for config in configs
+    )
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 def run_cuda(

@@ -37,8 +37,9 @@ A tail chunk needs no code of its own: rows past T are filled with zeros by the 
 the store, and the gate of such a row repeats that of the last token while its beta is 0.
 """
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import tilelang
 import tilelang.cuda.language as TC
@@ -78,28 +79,25 @@ PASS_CONFIGS = {
 
 
 @dataclass(frozen=True)
-class ResidentConfig:
-    """What one compiled resident kernel is specialised on; batch, length and scale are arguments.
+class TileConfig:
+    """The shape of a CTA of the resident kernels, and what their roles ask of a kernel's options.
 
     None stands for the default of the tile.
 
     stages: chunks of input in flight. slots: publications that the output group may lag by.
     registers: per thread of (state, output, scores where there are such, service) after setmaxnreg.
     early_factors: make beta V, and read the factors of U' and V_new, before they are needed.
-    segmented: run over the segments of a split over time, from the states that its scan leaves.
     """
 
     heads_q: int
     heads_v: int
     block_dv: int = 64
-    use_initial_state: bool = False
-    store_final_state: bool = True
+    _: KW_ONLY
     stages: int | None = None
     slots: int | None = None
     registers: tuple[int, ...] | None = None
     early_factors: bool | None = None
     unrolled: bool = True
-    segmented: bool = False
 
     def __post_init__(self) -> None:
         if self.heads_q < 1 or self.heads_v % self.heads_q:
@@ -157,6 +155,24 @@ class ResidentConfig:
     @property
     def threads(self) -> int:
         return self.service_thread + SERVICE_THREADS
+
+
+@dataclass(frozen=True)
+class ResidentConfig(TileConfig):
+    """What one compiled resident kernel is specialised on; batch, length and scale are arguments.
+
+    segmented: run over the segments of a split over time, from the states that its scan leaves.
+    """
+
+    use_initial_state: bool = False
+    store_final_state: bool = True
+    segmented: bool = False
+
+    dtype: ClassVar[str] = "bfloat16"
+    l2norm: ClassVar[bool] = False
+    packed: ClassVar[bool] = False
+    keeps_states: ClassVar[bool] = False
+    slow_limit: ClassVar[float] = SLOW_LIMIT
 
     @property
     def name(self) -> str:
@@ -310,9 +326,9 @@ def take_values(config, here, tiles, barriers, registers):
 @T.macro
 def multiply_keys(half, here, tiles, registers):
     """One dk half of U'^T = S^T K^T, from the state as bf16, left in flight."""
-    T.copy(registers.state[half], registers.state_bf16[half])
+    T.copy(registers.state[half], registers.state_operand[half])
     TC.wgmma_gemm(
-        registers.state_bf16[half],
+        registers.state_operand[half],
         tiles.k[here.stage, :, half * TILE : (half + 1) * TILE],
         registers.u,
         transpose_B=True,
@@ -333,14 +349,14 @@ def open_publication(config, index, group, barriers):
 
 @T.macro
 def publish_values(config, index, tiles, registers):
-    T.copy(registers.x_bf16, tiles.values[index % config.slots, :, :])
+    T.copy(registers.x_operand, tiles.values[index % config.slots, :, :])
 
 
 @T.macro
 def publish_state(config, index, tiles, registers):
     for half in DK_HALVES:
         T.copy(
-            registers.state_bf16[half],
+            registers.state_operand[half],
             tiles.state[index % config.slots * len(DK_HALVES) + half, :, :],
         )
 
@@ -402,19 +418,19 @@ def solve_values(config, place, here, tiles, barriers, registers):
 def absorb_values(config, here, group, tiles, barriers, registers):
     """S^T += X^T K, left in flight: one WGMMA group a dk half."""
     if registers.slow[0] != 0:
-        T.copy(registers.x, registers.x_bf16)
+        T.copy(registers.x, registers.x_operand)
         open_publication(config, here.chunk + 1, group, barriers)
         publish_values(config, here.chunk + 1, tiles, registers)
         # X^T = exp(r - G) V_new^T, or exp(g_last - g) V_new^T
     if config.early_factors:
         for i, j in T.Parallel(config.block_dv, CHUNK):
-            registers.x_bf16[i, j] = registers.x[i, j] * registers.x_factor[j]
+            registers.x_operand[i, j] = registers.x[i, j] * registers.x_factor[j]
     else:
         for i, j in T.Parallel(config.block_dv, CHUNK):
-            registers.x_bf16[i, j] = registers.x[i, j] * tiles.x_factor[here.stage, j]
+            registers.x_operand[i, j] = registers.x[i, j] * tiles.x_factor[here.stage, j]
     for half in DK_HALVES:
         TC.wgmma_gemm(
-            registers.x_bf16,
+            registers.x_operand,
             tiles.k[here.stage, :, half * TILE : (half + 1) * TILE],
             registers.state[half],
             policy=FULL_ROW,
@@ -425,52 +441,12 @@ def absorb_values(config, here, group, tiles, barriers, registers):
 
 
 @T.macro
-def load_initial_state(config, place, inputs, registers):
-    if config.use_initial_state:
-        for half in DK_HALVES:
-            for i, j in T.Parallel(config.block_dv, TILE):
-                registers.state[half][i, j] = inputs.initial_state[
-                    place.batch, place.head, half * TILE + j, place.dv + i
-                ]
-    else:
-        for half in DK_HALVES:
-            T.clear(registers.state[half])
-
-
-@T.macro
-def load_state(config, place, inputs, registers):
-    """The state that the CTA's first chunk begins with."""
-    if config.segmented:
-        if place.segment > 0:
-            for half in DK_HALVES:
-                for i, j in T.Parallel(config.block_dv, TILE):
-                    registers.state[half][i, j] = inputs.states[
-                        place.segment - 1, place.batch, place.head, place.dv + i, half * TILE + j
-                    ]
-        else:
-            load_initial_state(config, place, inputs, registers)
-    else:
-        load_initial_state(config, place, inputs, registers)
-
-
-@T.macro
-def store_state(config, place, inputs, registers):
-    """The state after the last chunk, with the decay that is still to be applied."""
-    if config.store_final_state:
-        for half in DK_HALVES:
-            for i, j in T.Parallel(config.block_dv, TILE):
-                inputs.final_state[place.batch, place.head, half * TILE + j, place.dv + i] = (
-                    registers.state[half][i, j] * registers.keep[0]
-                )
-
-
-@T.macro
-def state_role(config, place, thread, inputs, tiles, barriers, registers):
+def state_role(config, place, thread, inputs, hooks, tiles, barriers, registers):
     """The serial chain: S -> U' -> W' -> X -> S, all of it in registers."""
     group = thread // WARP_GROUP
     first = step(config, 0)
     last = step(config, place.chunks - 1)
-    load_state(config, place, inputs, registers)
+    hooks.load_state(config, place, inputs, registers)
 
     take_values(config, first, tiles, barriers, registers)
     for half in DK_HALVES:
@@ -494,6 +470,9 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
                         registers.state[half], num_regs=ACCUMULATOR_REGISTERS
                     )
                     multiply_keys(half, coming, tiles, registers)
+                if config.keeps_states:
+                    registers.owed[0] = tiles.pending[here.stage]
+                    hooks.keep_state(config, place, here, inputs, tiles, registers)
                 arrive_warp(barriers.inputs_free, here.stage)
                 publish_state(config, coming.chunk, tiles, registers)
                 close_publication(config, coming.chunk, group, barriers)
@@ -506,18 +485,21 @@ def state_role(config, place, thread, inputs, tiles, barriers, registers):
         T.barrier_wait(barriers.chunk_ready[after.stage], after.filled)
     absorb_values(config, last, group, tiles, barriers, registers)
     close_publication(config, place.chunks, group, barriers)
-    registers.keep[0] = tiles.pending[last.stage]
+    registers.owed[0] = tiles.pending[last.stage]
     TC.wait_wgmma(0)
     for half in DK_HALVES:
         TC.warpgroup_fence_operand(registers.state[half], num_regs=ACCUMULATOR_REGISTERS)
-    if config.segmented:
-        if place.segment == place.segments - 1:
-            store_state(config, place, inputs, registers)
-    else:
-        store_state(config, place, inputs, registers)
+    hooks.store_state(config, place, inputs, registers)
+    if config.keeps_states:
+        hooks.keep_state(config, place, last, inputs, tiles, registers)
 
 
 # --- scores
+def score_column(config, tiles):
+    """What a slow chunk's score_gate is compared with: the same, unless keys have norms."""
+    return tiles.score_column if config.l2norm else tiles.score_gate
+
+
 @T.macro
 def multiply_queries_keys(here, tiles, registers):
     """Q K^T of the chunk, left in flight."""
@@ -531,7 +513,7 @@ def multiply_queries_keys(here, tiles, registers):
 
 
 @T.macro
-def gate_scores(here, scale, tiles, registers):
+def gate_scores(config, here, scale, tiles, registers):
     """P, as bf16 in registers, of Q K^T in flight."""
     registers.slow[0] = tiles.slow[here.stage]
     T.copy(tiles.score_gate[here.stage, :], registers.row_gate)
@@ -551,16 +533,18 @@ def gate_scores(here, scale, tiles, registers):
                 registers.scores[i, j]
                 * (
                     scale
-                    * T.exp2(tiles.score_gate[here.stage, i] - tiles.score_gate[here.stage, j])
+                    * T.exp2(
+                        tiles.score_gate[here.stage, i] - score_column(config, tiles)[here.stage, j]
+                    )
                 ),
                 0.0,
             )
-    T.copy(registers.scores, registers.scores_bf16)
+    T.copy(registers.scores, registers.scores_operand)
 
 
 @T.macro
 def store_scores(here, tiles, registers):
-    T.copy(registers.scores_bf16, tiles.scores[here.chunk % SCORE_SLOTS, :, :])
+    T.copy(registers.scores_operand, tiles.scores[here.chunk % SCORE_SLOTS, :, :])
     T.fence_proxy_async()
 
 
@@ -572,7 +556,7 @@ def scores_role(config, place, scale, tiles, barriers, registers):
         here = step(config, chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
         multiply_queries_keys(here, tiles, registers)
-        gate_scores(here, scale, tiles, registers)
+        gate_scores(config, here, scale, tiles, registers)
         arrive_warp(barriers.inputs_free, here.stage)
         # Also keeps this group from arriving twice in one phase of a publication.
         index = chunk + 1
@@ -642,13 +626,13 @@ def add_scores_values(group, here, tiles, registers):
 
 
 @T.macro
-def stage_output(group, here, tiles, barriers, registers):
+def stage_output(config, group, here, tiles, barriers, registers):
     """The finished O^T as bf16 [tokens, columns] in shared memory."""
     for i, j in T.Parallel(TILE, CHUNK):
-        registers.output_bf16[j, i] = T.cast(registers.output[group][i, j], "bfloat16")
+        registers.output_operand[j, i] = T.cast(registers.output[group][i, j], config.dtype)
     if group == 0:
         T.barrier_wait(barriers.output_stored[0], (here.chunk + 1) % 2)
-    T.copy(registers.output_bf16, tiles.output[group])
+    T.copy(registers.output_operand, tiles.output[group])
 
 
 @T.macro
@@ -700,7 +684,7 @@ def output_role(config, place, tiles, barriers, registers):
         TC.wait_wgmma(len(DK_HALVES))
         TC.warpgroup_fence_operand(registers.output[0], num_regs=ACCUMULATOR_REGISTERS)
         free_scores(coming.chunk, barriers)
-        stage_output(0, here, tiles, barriers, registers)
+        stage_output(config, 0, here, tiles, barriers, registers)
         hand_over_output(barriers)
         begin_output(coming, barriers, registers, registers.next_output, 0, tiles)
         arrive_warp(barriers.inputs_free, coming.stage)
@@ -710,7 +694,7 @@ def output_role(config, place, tiles, barriers, registers):
     add_scores_values(0, step(config, last), tiles, registers)
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.output[0], num_regs=ACCUMULATOR_REGISTERS)
-    stage_output(0, step(config, last), tiles, barriers, registers)
+    stage_output(config, 0, step(config, last), tiles, barriers, registers)
     hand_over_output(barriers)
 
 
@@ -720,7 +704,7 @@ def prepare_chunk(config, here, scale, tiles, barriers, registers):
     """P of a chunk, by the output group itself."""
     T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
     multiply_queries_keys(here, tiles, registers)
-    gate_scores(here, scale, tiles, registers)
+    gate_scores(config, here, scale, tiles, registers)
     store_scores(here, tiles, registers)
     T.sync_threads(PREPARE_SYNC, WARP_GROUP)
 
@@ -745,7 +729,7 @@ def finish_outputs(config, here, tiles, barriers, registers):
         add_scores_values(group, here, tiles, registers)
         TC.wait_wgmma(0)
         TC.warpgroup_fence_operand(registers.output[group], num_regs=ACCUMULATOR_REGISTERS)
-        stage_output(group, here, tiles, barriers, registers)
+        stage_output(config, group, here, tiles, barriers, registers)
     hand_over_output(barriers)
 
 
@@ -800,45 +784,35 @@ def producer_warp(config, place, inputs, tiles, barriers):
 
 
 @T.macro
-def writer_warp(config, place, inputs, tiles, barriers):
+def writer_warp(config, place, thread, inputs, hooks, tiles, barriers):
     for chunk in T.serial(place.chunks):
-        first = chunk * CHUNK
         T.barrier_wait(barriers.output_ready[0], chunk % 2)
-        for group in tuple(range(config.state_groups)):
-            column = place.dv + group * TILE
-            T.copy(
-                tiles.output[group],
-                inputs.output[
-                    place.batch, first : first + CHUNK, place.head, column : column + TILE
-                ],
-            )
+        hooks.store_output(config, place, chunk, thread, inputs, tiles)
         T.barrier_arrive(barriers.output_stored[0])
 
 
-@T.macro
-def fetch_gates(place, chunk, token, inputs, gates):
-    """log2 of gamma of the token and of the chunk's last, and beta; a tail repeats its last."""
-    first = chunk * CHUNK
-    last = T.min(first + CHUNK, place.tokens) - 1
-    here = T.min(first + token, last)
-    gates.gate[0] = inputs.g[place.batch, here, place.head]
-    gates.last[0] = inputs.g[place.batch, last, place.head]
-    gates.beta[0] = T.if_then_else(
-        first + token <= last, inputs.beta[place.batch, here, place.head], 0.0
-    )
+def of_key(config, gates, factor):
+    """A factor of a token's row of K."""
+    return factor * gates.key_norm[0] if config.l2norm else factor
+
+
+def of_query(config, gates, factor):
+    """A factor of a token's row of Q."""
+    return factor * gates.query_norm[0] if config.l2norm else factor
 
 
 @T.macro
-def gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates):
+def gate_warps(config, place, thread, scale, inputs, hooks, tiles, barriers, gates):
     """One thread a token: the factors that the other groups multiply with.
 
     gates, scalars of the thread: gate, beta: of its token; last: gate of the chunk's last valid
     token; pending: log2 of the decay that is not in the state registers; total: G of the token,
-    reference: r, keep: what the state is multiplied with.
+    reference: r, keep: what the state is multiplied with; query_norm, key_norm: where the config
+    has them, factors of the rows of Q and K.
     """
     token = thread - (config.threads - GATE_WARPS * WARP)
     gates.pending[0] = 0.0
-    fetch_gates(place, 0, token, inputs, gates)
+    hooks.fetch_gates(config, place, 0, token, inputs, gates)
     for chunk in T.serial(place.chunks):
         here = step(config, chunk)
         stage = here.stage
@@ -849,27 +823,39 @@ def gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates):
         gates.pending[0] = gates.pending[0] + gates.last[0]
         gates.reference[0] = 0.0
         gates.keep[0] = 1.0
-        if gates.pending[0] < FLUSH_LIMIT:
+        if gates.pending[0] < place.flush_limit:
             gates.reference[0] = gates.pending[0]
             gates.keep[0] = T.exp2(gates.pending[0])
             gates.pending[0] = 0.0
         gates.grown[0] = T.exp2(gates.total[0])
         tiles.factors[stage, token // 2, token % 2] = gates.beta[0]
-        tiles.factors[stage, token // 2, 2 + token % 2] = gates.beta[0] * gates.grown[0]
-        tiles.output_gate[stage, token] = scale * gates.grown[0]
-        tiles.x_factor[stage, token] = T.exp2(gates.reference[0] - gates.total[0])
-        tiles.score_gate[stage, token] = T.if_then_else(
-            gates.last[0] < SLOW_LIMIT,
-            gates.gate[0],
-            scale * T.exp2(gates.total[0] - gates.reference[0]),
+        tiles.factors[stage, token // 2, 2 + token % 2] = of_key(
+            config, gates, gates.beta[0] * gates.grown[0]
         )
+        tiles.output_gate[stage, token] = of_query(config, gates, scale * gates.grown[0])
+        tiles.x_factor[stage, token] = of_key(
+            config, gates, T.exp2(gates.reference[0] - gates.total[0])
+        )
+        if gates.last[0] < config.slow_limit:
+            tiles.score_gate[stage, token] = gates.gate[0]
+            if config.l2norm:
+                tiles.score_gate[stage, token] = gates.gate[0] + T.log2(gates.query_norm[0])
+                tiles.score_column[stage, token] = gates.gate[0] - T.log2(gates.key_norm[0])
+        else:
+            tiles.score_gate[stage, token] = of_query(
+                config, gates, scale * T.exp2(gates.total[0] - gates.reference[0])
+            )
         if token == 0:
-            tiles.slow[stage] = T.if_then_else(gates.last[0] < SLOW_LIMIT, 1, 0)
+            tiles.slow[stage] = T.if_then_else(gates.last[0] < config.slow_limit, 1, 0)
             tiles.keep[stage] = gates.keep[0]
             tiles.pending[stage] = T.exp2(gates.pending[0])
+            if config.keeps_states:
+                hooks.choose_row(config, place, here, inputs, tiles)
         if chunk + 1 < place.chunks:
-            fetch_gates(place, chunk + 1, token, inputs, gates)
+            hooks.fetch_gates(config, place, chunk + 1, token, inputs, gates)
         T.barrier_wait(barriers.inputs_landed[stage], here.filled)
+        if config.packed:
+            hooks.clear_neighbours(config, place, here, token, tiles)
         arrive_warp(barriers.inputs_ready, stage)
         arrive_warp(barriers.chunk_ready, stage)
     if config.scores_group:
@@ -880,29 +866,83 @@ def gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates):
 
 
 @T.macro
-def resident_cta(config, place, scale, inputs):
+def run_roles(config, place, scale, inputs, hooks, memory):
+    """What each thread of the CTA does."""
+    thread = T.get_thread_binding()
+    if thread < config.state_threads:
+        T.set_max_nreg(config.registers[0], 1)
+        state_role(
+            config, place, thread, inputs, hooks, memory.tiles, memory.barriers, memory.chain
+        )
+    elif thread < config.state_threads + WARP_GROUP:
+        T.set_max_nreg(
+            config.registers[1], 1 if config.registers[1] > launch_registers(config) else 0
+        )
+        if config.scores_group:
+            output_role(config, place, memory.tiles, memory.barriers, memory.beside)
+        else:
+            output_and_scores_role(
+                config, place, scale, memory.tiles, memory.barriers, memory.beside
+            )
+    elif thread < config.service_thread:
+        T.set_max_nreg(config.registers[2], 0)
+        scores_role(config, place, scale, memory.tiles, memory.barriers, memory.beside)
+    else:
+        T.set_max_nreg(config.registers[-1], 0)
+        if thread < config.service_thread + WARP:
+            producer_warp(config, place, inputs, memory.tiles, memory.barriers)
+        elif thread < config.service_thread + 2 * WARP:
+            writer_warp(
+                config,
+                place,
+                thread - config.service_thread - WARP,
+                inputs,
+                hooks,
+                memory.tiles,
+                memory.barriers,
+            )
+        else:
+            gate_warps(
+                config,
+                place,
+                thread,
+                scale,
+                inputs,
+                hooks,
+                memory.tiles,
+                memory.barriers,
+                memory.gates,
+            )
+
+
+@T.macro
+def resident_cta(config, place, scale, inputs, hooks):
     """Everything one CTA does: its memory, its barriers, its roles."""
     dv, stages, groups = config.block_dv, config.stages, config.state_groups
-    bf16, fp32 = "bfloat16", "float32"
+    operand, fp32 = config.dtype, "float32"
     tiles = SimpleNamespace(
-        q=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),
-        k=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),
-        v=[T.alloc_shared((CHUNK, dv), bf16) for _ in range(stages)],
-        a=T.alloc_shared((stages, CHUNK, CHUNK), bf16),
-        state=T.alloc_shared((config.slots * len(DK_HALVES), dv, TILE), bf16),
-        values=T.alloc_shared((config.slots, dv, CHUNK), bf16),
-        scores=T.alloc_shared((SCORE_SLOTS, CHUNK, CHUNK), bf16),
-        output=[T.alloc_shared((CHUNK, TILE), bf16) for _ in range(groups)],
+        q=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
+        k=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
+        v=[T.alloc_shared((CHUNK, dv), operand) for _ in range(stages)],
+        a=T.alloc_shared((stages, CHUNK, CHUNK), operand),
+        state=T.alloc_shared((config.slots * len(DK_HALVES), dv, TILE), operand),
+        values=T.alloc_shared((config.slots, dv, CHUNK), operand),
+        scores=T.alloc_shared((SCORE_SLOTS, CHUNK, CHUNK), operand),
+        output=[T.alloc_shared((CHUNK, TILE), operand) for _ in range(groups)],
         **{
             name: T.alloc_shared((stages, CHUNK), fp32, scope="shared")
             for name in (
                 "x_factor",  # exp(r - G), in a slow chunk exp(g_last - g)
                 "score_gate",  # scale exp(G - r), in a slow chunk log2 of gamma
                 "output_gate",  # scale exp(G)
+                *("score_column",) * config.l2norm,  # in a slow chunk log2 of gamma / norm of k
             )
         },
         factors=T.alloc_shared((stages, CHUNK // 2, 4), fp32, scope="shared"),
         slow=T.alloc_shared((stages,), "int32", scope="shared"),
+        kept_row=T.alloc_shared((stages,), "int32", scope="shared")
+        if config.keeps_states
+        else None,  # where the state after the chunk is kept, or -1
         keep=T.alloc_shared((stages,), fp32, scope="shared"),
         pending=T.alloc_shared((stages,), fp32, scope="shared"),  # decay still to be applied
     )
@@ -929,28 +969,29 @@ def resident_cta(config, place, scale, inputs):
     )
     chain = SimpleNamespace(
         state=[T.alloc_fragment((dv, TILE), fp32) for _ in DK_HALVES],
-        state_bf16=[T.alloc_fragment((dv, TILE), bf16) for _ in DK_HALVES],
+        state_operand=[T.alloc_fragment((dv, TILE), operand) for _ in DK_HALVES],
         u=T.alloc_fragment((dv, CHUNK), fp32),
-        v=T.alloc_fragment((CHUNK, dv), bf16),
-        w=T.alloc_fragment((dv, CHUNK), bf16),
+        v=T.alloc_fragment((CHUNK, dv), operand),
+        w=T.alloc_fragment((dv, CHUNK), operand),
         x=T.alloc_fragment((dv, CHUNK), fp32),
-        x_bf16=T.alloc_fragment((dv, CHUNK), bf16),
+        x_operand=T.alloc_fragment((dv, CHUNK), operand),
         beta_v=T.alloc_fragment((dv, CHUNK), fp32),
         factors=T.alloc_fragment((CHUNK // 2, 4), fp32),
         x_factor=T.alloc_fragment((CHUNK,), fp32),
         keep=T.alloc_local((1,), fp32),
+        owed=T.alloc_local((1,), fp32),
         slow=T.alloc_local((1,), "int32"),
     )
     beside = SimpleNamespace(
         scores=T.alloc_fragment((CHUNK, CHUNK), fp32),
         slow=T.alloc_local((1,), "int32"),
         row_gate=T.alloc_fragment((CHUNK,), fp32),
-        scores_bf16=T.alloc_fragment((CHUNK, CHUNK), bf16),
-        old_state=[T.alloc_fragment((TILE, TILE), bf16) for _ in DK_HALVES],
-        values=T.alloc_fragment((TILE, CHUNK), bf16),
+        scores_operand=T.alloc_fragment((CHUNK, CHUNK), operand),
+        old_state=[T.alloc_fragment((TILE, TILE), operand) for _ in DK_HALVES],
+        values=T.alloc_fragment((TILE, CHUNK), operand),
         output=[T.alloc_fragment((TILE, CHUNK), fp32) for _ in range(groups)],
         next_output=T.alloc_fragment((TILE, CHUNK), fp32),
-        output_bf16=T.alloc_fragment((CHUNK, TILE), bf16),
+        output_operand=T.alloc_fragment((CHUNK, TILE), operand),
     )
     gates = SimpleNamespace(
         **{
@@ -964,13 +1005,14 @@ def resident_cta(config, place, scale, inputs):
                 "reference",
                 "keep",
                 "grown",
+                *("query_norm", "key_norm") * config.l2norm,
             )
         },
     )
     T.annotate_layout(
         {
             chain.v: transposed_accumulator(dv),
-            beside.output_bf16: transposed_accumulator(TILE),
+            beside.output_operand: transposed_accumulator(TILE),
             chain.factors: factor_pairs(),
             chain.x_factor: accumulator_row(),
             tiles.state: register_dump(config.slots * len(DK_HALVES), dv),
@@ -978,30 +1020,16 @@ def resident_cta(config, place, scale, inputs):
             **{tile: make_full_bank_swizzled_layout(tile) for tile in (*tiles.v, *tiles.output)},
         }
     )
-    thread = T.get_thread_binding()
-
-    if thread < config.state_threads:
-        T.set_max_nreg(config.registers[0], 1)
-        state_role(config, place, thread, inputs, tiles, barriers, chain)
-    elif thread < config.state_threads + WARP_GROUP:
-        T.set_max_nreg(
-            config.registers[1], 1 if config.registers[1] > launch_registers(config) else 0
-        )
-        if config.scores_group:
-            output_role(config, place, tiles, barriers, beside)
+    memory = SimpleNamespace(
+        tiles=tiles, barriers=barriers, chain=chain, beside=beside, gates=gates
+    )
+    if config.packed:
+        if place.chunks > 0:
+            run_roles(config, place, scale, inputs, hooks, memory)
         else:
-            output_and_scores_role(config, place, scale, tiles, barriers, beside)
-    elif thread < config.service_thread:
-        T.set_max_nreg(config.registers[2], 0)
-        scores_role(config, place, scale, tiles, barriers, beside)
+            hooks.copy_state(config, place, inputs)
     else:
-        T.set_max_nreg(config.registers[-1], 0)
-        if thread < config.service_thread + WARP:
-            producer_warp(config, place, inputs, tiles, barriers)
-        elif thread < config.service_thread + 2 * WARP:
-            writer_warp(config, place, inputs, tiles, barriers)
-        else:
-            gate_warps(config, place, thread, scale, inputs, tiles, barriers, gates)
+        run_roles(config, place, scale, inputs, hooks, memory)
 
 
 @dataclass(frozen=True)
@@ -1018,6 +1046,89 @@ class SegmentTokens:
         else:
             token = self.first + token
         return self.tensor[(sequence, token, *rest)]
+
+
+# --- the lab's kernel
+@T.macro
+def load_initial_state(config, place, inputs, registers):
+    if config.use_initial_state:
+        for half in DK_HALVES:
+            for i, j in T.Parallel(config.block_dv, TILE):
+                registers.state[half][i, j] = inputs.initial_state[
+                    place.batch, place.head, half * TILE + j, place.dv + i
+                ]
+    else:
+        for half in DK_HALVES:
+            T.clear(registers.state[half])
+
+
+@T.macro
+def load_state(config, place, inputs, registers):
+    """The state that the CTA's first chunk begins with."""
+    if config.segmented:
+        if place.segment > 0:
+            for half in DK_HALVES:
+                for i, j in T.Parallel(config.block_dv, TILE):
+                    registers.state[half][i, j] = inputs.states[
+                        place.segment - 1, place.batch, place.head, place.dv + i, half * TILE + j
+                    ]
+        else:
+            load_initial_state(config, place, inputs, registers)
+    else:
+        load_initial_state(config, place, inputs, registers)
+
+
+@T.macro
+def store_final_state(config, place, inputs, registers):
+    for half in DK_HALVES:
+        for i, j in T.Parallel(config.block_dv, TILE):
+            inputs.final_state[place.batch, place.head, half * TILE + j, place.dv + i] = (
+                registers.state[half][i, j] * registers.owed[0]
+            )
+
+
+@T.macro
+def store_state(config, place, inputs, registers):
+    """The state after a sequence's last chunk, with the decay that is still to be applied."""
+    if config.store_final_state:
+        if config.segmented:
+            if place.segment == place.segments - 1:
+                store_final_state(config, place, inputs, registers)
+        else:
+            store_final_state(config, place, inputs, registers)
+
+
+@T.macro
+def fetch_gates(config, place, chunk, token, inputs, gates):
+    """log2 of gamma of the token and of the chunk's last, and beta; a tail repeats its last."""
+    first = chunk * CHUNK
+    last = T.min(first + CHUNK, place.tokens) - 1
+    here = T.min(first + token, last)
+    gates.gate[0] = inputs.g[place.batch, here, place.head]
+    gates.last[0] = inputs.g[place.batch, last, place.head]
+    gates.beta[0] = T.if_then_else(
+        first + token <= last, inputs.beta[place.batch, here, place.head], 0.0
+    )
+
+
+@T.macro
+def store_output(config, place, chunk, lane, inputs, tiles):
+    """One TMA store a state group; it drops rows past the tensor's end."""
+    first = chunk * CHUNK
+    for group in tuple(range(config.state_groups)):
+        column = place.dv + group * TILE
+        T.copy(
+            tiles.output[group],
+            inputs.output[place.batch, first : first + CHUNK, place.head, column : column + TILE],
+        )
+
+
+LAB = SimpleNamespace(
+    load_state=load_state,
+    store_state=store_state,
+    fetch_gates=fetch_gates,
+    store_output=store_output,
+)
 
 
 def resident_kernel(config: ResidentConfig):
@@ -1077,8 +1188,9 @@ def _sequences(config: ResidentConfig):
                 dv=block % slices * dv,
                 tokens=tokens,
                 chunks=T.ceildiv(tokens, CHUNK),
+                flush_limit=FLUSH_LIMIT,
             )
-            resident_cta(config, place, scale, inputs)
+            resident_cta(config, place, scale, inputs, LAB)
 
     return gdn_forward_resident
 
@@ -1134,7 +1246,8 @@ def _segments(config: ResidentConfig):
                 segments=boundaries + 1,
                 tokens=tokens - first,
                 chunks=T.min(chunks_per_segment, T.ceildiv(tokens - first, CHUNK)),
+                flush_limit=FLUSH_LIMIT,
             )
-            resident_cta(config, place, scale, inputs)
+            resident_cta(config, place, scale, inputs, LAB)
 
     return gdn_segment_forward

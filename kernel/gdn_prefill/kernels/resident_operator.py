@@ -1,0 +1,533 @@
+"""The forward kernel of the full operator: the roles of resident.py over other operands.
+
+What the options change is where a CTA's tokens lie, what its gate warps fetch, and where states
+come from and go to; the chain of products is resident.py's. With norms n_k of the rows of K and n_q
+of those of Q,
+
+    W'^T    = beta V^T - (beta exp(G) n_k) U'^T
+    X^T     = (n_k exp(r - G)) V_new^T
+    P       = (scale n_q exp(G - r)) tril(Q K^T)
+
+so that nothing but the factors of the gate warps knows about norms: X serves K as it is stored, and
+the scores need none of K's. In a slow chunk the output gets V_new, and P has both norms.
+
+Tables are time-contiguous, [B, heads, T]. Index tensors are read as 32-bit words with a step: 1 for
+int32, 2 for int64, of which the low word is the number; 0 where there is none and entry n is n.
+
+Packed sequences: B = 1, and a CTA's tokens begin at cu_seqlens[n]. The last chunk of a sequence
+brings rows of the next along. They are zeroed in shared memory before anyone reads them, as 0 times
+NaN is not 0: those of K, V and A; rows of Q reach nothing but rows of the output that are not
+stored. Such a chunk's output is stored row by row, all others by TMA. A sequence without tokens has
+no chain; its state is copied, or left alone where it is updated in place.
+
+fp16 operands hold neither X nor P of a lazy decay: every chunk is flushed, so that X is at most
+V_new, and a chunk is slow from a decay of 2^FP16_SLOW_LIMIT on, so that P is at most
+2^-FP16_SLOW_LIMIT scale Q K^T. The state is an operand as well: its elements must stay below 65504.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import tilelang
+import tilelang.language as T
+
+from . import resident
+from .resident import (
+    CHUNK,
+    DK_HALVES,
+    FLUSH_LIMIT,
+    HEAD_DIM,
+    SLOW_LIMIT,
+    TILE,
+    WARP,
+    SegmentTokens,
+    TileConfig,
+    resident_cta,
+)
+
+DTYPES = ("bfloat16", "float16")
+STATE_DTYPES = ("float32", "bfloat16", "float16")
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", None: "none"}
+FP16_SLOW_LIMIT = -8.0
+ALWAYS = 3.0e38  # a flush limit that every chunk passes
+VECTOR = 8  # 16-bit elements of one access
+
+# Every index is within its tensor as it is written.
+PASS_CONFIGS = {
+    **resident.PASS_CONFIGS,
+    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
+}
+
+
+@dataclass(frozen=True)
+class OperatorConfig(TileConfig):
+    """What one compiled operator kernel is specialised on; sizes and row numbers are arguments.
+
+    dtype: of q, k, v, A and the output. l2norm: rows of q and k have norms. packed: cu_seqlens says
+    where sequences lie. initial_state, final_state, kept_states: dtype, None where there is none.
+    state_v_first: all of these are [dv, dk]. segmented: run over the segments of a split over time.
+    """
+
+    dtype: str = "bfloat16"
+    l2norm: bool = False
+    packed: bool = False
+    initial_state: str | None = None
+    final_state: str | None = "float32"
+    kept_states: str | None = None
+    state_v_first: bool = False
+    segmented: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
+        for name in ("initial_state", "final_state", "kept_states"):
+            if getattr(self, name) not in (None, *STATE_DTYPES):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(STATE_DTYPES)} "
+                    "or None"
+                )
+        if self.segmented and (self.packed or self.keeps_states):
+            raise ValueError("segmented=True: packed sequences and kept states are not split")
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.kept_states is not None
+
+    @property
+    def slow_limit(self) -> float:
+        """log2 of the smallest decay of one chunk that its factors may hold."""
+        return FP16_SLOW_LIMIT if self.dtype == "float16" else SLOW_LIMIT
+
+    def flush_limit(self, batch_invariant: bool) -> float:
+        """log2 of the smallest decay kept outside the state registers: the argument of a launch.
+
+        Where all chunks are flushed, the registers hold the very state at every chunk, so that
+        neither what came before it nor how it was cut can matter.
+        """
+        return ALWAYS if batch_invariant or self.dtype == "float16" else FLUSH_LIMIT
+
+    @property
+    def name(self) -> str:
+        """A readable name of the specialisation, unique among the shipped ones."""
+        states = "_".join(
+            SHORT[dtype] for dtype in (self.initial_state, self.final_state, self.kept_states)
+        )
+        flags = "".join(
+            f"_{name}" for name in ("l2norm", "packed", "segmented") if getattr(self, name)
+        )
+        return (
+            f"operator_hq{self.heads_q}_hv{self.heads_v}_dv{self.block_dv}_{SHORT[self.dtype]}"
+            f"_{states}_{'vk' if self.state_v_first else 'kv'}{flags}"
+        )
+
+
+# --- rows of states
+def entry(numbers, n, step):
+    """Entry n of an index tensor seen as 32-bit words; n itself where there is no tensor."""
+    return T.if_then_else(step == 0, n, numbers[n * step])
+
+
+def within(row, rows):
+    """A row of a tensor of so many, -1 where it is none of them."""
+    return T.if_then_else(row < rows, row, -1)
+
+
+def cell(config, row, place, dk, dv):
+    """Index of an element of the CTA's part of a state."""
+    return (
+        (row, place.head, place.dv + dv, dk)
+        if config.state_v_first
+        else (row, place.head, dk, place.dv + dv)
+    )
+
+
+@T.macro
+def read_state(config, place, states, row, registers):
+    for half in DK_HALVES:
+        for i, j in T.Parallel(config.block_dv, TILE):
+            registers.state[half][i, j] = T.cast(
+                states[cell(config, row, place, half * TILE + j, i)], "float32"
+            )
+
+
+@T.macro
+def write_state(config, place, states, row, dtype, registers):
+    """With the decay that is still to be applied."""
+    for half in DK_HALVES:
+        for i, j in T.Parallel(config.block_dv, TILE):
+            states[cell(config, row, place, half * TILE + j, i)] = T.cast(
+                registers.state[half][i, j] * registers.owed[0], dtype
+            )
+
+
+@T.macro
+def load_initial_state(config, place, inputs, registers):
+    if config.initial_state is not None:
+        place.row[0] = within(
+            entry(inputs.initial_rows, place.sequence, place.initial_step),
+            inputs.initial_state.shape[0],
+        )
+        if place.row[0] >= 0:
+            read_state(config, place, inputs.initial_state, place.row[0], registers)
+        else:
+            for half in DK_HALVES:
+                T.clear(registers.state[half])
+    else:
+        for half in DK_HALVES:
+            T.clear(registers.state[half])
+
+
+@T.macro
+def load_state(config, place, inputs, registers):
+    """The state that the CTA's first chunk begins with; keeps it where it is asked for."""
+    if config.segmented:
+        if place.segment > 0:
+            for half in DK_HALVES:
+                for i, j in T.Parallel(config.block_dv, TILE):
+                    registers.state[half][i, j] = inputs.segment_states[
+                        place.segment - 1, place.batch, place.head, place.dv + i, half * TILE + j
+                    ]
+        else:
+            load_initial_state(config, place, inputs, registers)
+    else:
+        load_initial_state(config, place, inputs, registers)
+    if config.keeps_states and place.kept_after == 0:
+        place.row[0] = within(
+            entry(inputs.kept_starts, place.sequence, place.kept_step),
+            inputs.kept_states.shape[0],
+        )
+        if place.row[0] >= 0:
+            registers.owed[0] = 1.0
+            write_state(
+                config, place, inputs.kept_states, place.row[0], config.kept_states, registers
+            )
+
+
+@T.macro
+def store_final_state(config, place, inputs, registers):
+    place.row[0] = within(
+        entry(inputs.final_rows, place.sequence, place.final_step), inputs.final_state.shape[0]
+    )
+    if place.row[0] >= 0:
+        write_state(config, place, inputs.final_state, place.row[0], config.final_state, registers)
+
+
+@T.macro
+def store_state(config, place, inputs, registers):
+    """The state after a sequence's last chunk."""
+    if config.final_state is not None:
+        if config.segmented:
+            if place.segment == place.segments - 1:
+                store_final_state(config, place, inputs, registers)
+        else:
+            store_final_state(config, place, inputs, registers)
+
+
+@T.macro
+def copy_state(config, place, inputs):
+    """The final state of a sequence without tokens, by all threads."""
+    if config.final_state is not None:
+        place.row[0] = within(
+            entry(inputs.final_rows, place.sequence, place.final_step), inputs.final_state.shape[0]
+        )
+        if place.row[0] >= 0 and place.in_place == 0:
+            if config.initial_state is not None:
+                place.other_row[0] = within(
+                    entry(inputs.initial_rows, place.sequence, place.initial_step),
+                    inputs.initial_state.shape[0],
+                )
+                if place.other_row[0] >= 0:
+                    for i, j in T.Parallel(HEAD_DIM, config.block_dv):
+                        inputs.final_state[cell(config, place.row[0], place, i, j)] = T.cast(
+                            T.cast(
+                                inputs.initial_state[cell(config, place.other_row[0], place, i, j)],
+                                "float32",
+                            ),
+                            config.final_state,
+                        )
+                else:
+                    clear_final_state(config, place, inputs)
+            else:
+                clear_final_state(config, place, inputs)
+
+
+@T.macro
+def clear_final_state(config, place, inputs):
+    for i, j in T.Parallel(HEAD_DIM, config.block_dv):
+        inputs.final_state[cell(config, place.row[0], place, i, j)] = T.cast(
+            0.0, config.final_state
+        )
+
+
+# --- states along the way
+@T.macro
+def choose_row(config, place, here, inputs, tiles):
+    """Where the state after a chunk is kept, if it is."""
+    done = here.chunk + 1
+    tiles.kept_row[here.stage] = T.if_then_else(
+        T.And(
+            T.truncmod(done, place.kept_every) == 0,
+            done * CHUNK < place.tokens + place.kept_after,
+        ),
+        within(
+            entry(inputs.kept_starts, place.sequence, place.kept_step)
+            + T.truncdiv(done, place.kept_every)
+            - place.kept_after,
+            inputs.kept_states.shape[0],
+        ),
+        -1,
+    )
+
+
+@T.macro
+def keep_state(config, place, here, inputs, tiles, registers):
+    """The state after a chunk, where it is asked for."""
+    place.row[0] = tiles.kept_row[here.stage]
+    if place.row[0] >= 0:
+        write_state(config, place, inputs.kept_states, place.row[0], config.kept_states, registers)
+
+
+# --- service group
+@T.macro
+def fetch_gates(config, place, chunk, token, inputs, gates):
+    """What a token brings along; one past the end has the last one's gate, and beta 0."""
+    first = chunk * CHUNK
+    last = T.min(first + CHUNK, place.tokens) - 1
+    here = place.first + T.min(first + token, last)
+    gates.gate[0] = inputs.gate[place.batch, place.head, here]
+    gates.last[0] = inputs.gate[place.batch, place.head, place.first + last]
+    gates.beta[0] = T.if_then_else(
+        first + token <= last, inputs.beta[place.batch, place.head, here], 0.0
+    )
+    if config.l2norm:
+        gates.query_norm[0] = inputs.query_norm[place.batch, place.head_q, here]
+        gates.key_norm[0] = inputs.key_norm[place.batch, place.head_q, here]
+
+
+@T.macro
+def clear_row(tile, columns, index):
+    for piece in T.serial(columns // VECTOR):
+        for e in T.vectorized(VECTOR):
+            tile[(*index, piece * VECTOR + e)] = 0
+
+
+@T.macro
+def clear_neighbours(config, place, here, token, tiles):
+    """Zero the rows that a sequence's last chunk has of the next, each by its token's thread."""
+    if here.chunk * CHUNK + token >= place.tokens:
+        clear_row(tiles.k, HEAD_DIM, (here.stage, token))
+        clear_row(tiles.a, CHUNK, (here.stage, token))
+        for stage in tuple(range(config.stages)):
+            if here.stage == stage:
+                clear_row(tiles.v[stage], config.block_dv, (token,))
+        T.fence_proxy_async()
+
+
+@T.macro
+def store_output(config, place, chunk, lane, inputs, tiles):
+    """One TMA store a state group; where the next sequence begins in the tile, row by row."""
+    first = chunk * CHUNK
+    if config.packed:
+        if first + CHUNK <= place.tokens:
+            store_tiles(config, place, first, inputs, tiles)
+        else:
+            store_rows(config, place, first, lane, inputs, tiles)
+    else:
+        store_tiles(config, place, first, inputs, tiles)
+
+
+@T.macro
+def store_tiles(config, place, first, inputs, tiles):
+    for group in tuple(range(config.state_groups)):
+        column = place.dv + group * TILE
+        T.copy(
+            tiles.output[group],
+            inputs.output[place.batch, first : first + CHUNK, place.head, column : column + TILE],
+        )
+
+
+@T.macro
+def store_rows(config, place, first, lane, inputs, tiles):
+    lanes = TILE // VECTOR  # of a row
+    for group in tuple(range(config.state_groups)):
+        for lap in T.serial(CHUNK * lanes // WARP):
+            row = lap * (WARP // lanes) + lane // lanes
+            if first + row < place.tokens:
+                for e in T.vectorized(VECTOR):
+                    inputs.output.tensor[
+                        place.batch,
+                        place.first + first + row,
+                        place.head,
+                        place.dv + group * TILE + lane % lanes * VECTOR + e,
+                    ] = tiles.output[group][row, lane % lanes * VECTOR + e]
+
+
+HOOKS = SimpleNamespace(
+    load_state=load_state,
+    keep_state=keep_state,
+    store_state=store_state,
+    copy_state=copy_state,
+    choose_row=choose_row,
+    fetch_gates=fetch_gates,
+    clear_neighbours=clear_neighbours,
+    store_output=store_output,
+)
+
+
+def first_token(config, cu_seqlens, sequence, cu_step, segment, chunks_per_segment):
+    """Where the CTA's tokens begin in their row of the batch."""
+    if config.packed:
+        return cu_seqlens[sequence * cu_step]
+    return segment * chunks_per_segment * CHUNK if config.segmented else 0
+
+
+def tokens_from(config, cu_seqlens, sequence, cu_step, begin, tokens, chunks_per_segment):
+    """How many they are."""
+    if config.packed:
+        return cu_seqlens[(sequence + 1) * cu_step] - begin
+    return T.min(tokens - begin, chunks_per_segment * CHUNK) if config.segmented else tokens
+
+
+def operator_kernel(config: OperatorConfig):
+    """Build the operator's forward kernel as a TileLang PrimFunc.
+
+    Arguments of the PrimFunc; what the configuration does not have is a one-element dummy, fp32 or
+    of the dtype given here, and B, T and all numbers of rows are dynamic:
+
+        q, k [B, T, Hq, 128], v [B, T, Hv, 128], A [B, T, Hv, 64] of config.dtype
+        gate, beta [B, Hv, T], query_norm, key_norm [B, Hq, T] fp32
+        cu_seqlens [cu_step (N + 1)] int32
+        initial_state, final_state, kept_states [rows, Hv, 128, 128], rows apart by any stride
+        initial_rows, final_rows, kept_starts int32, entry n at n times their step
+        segment_states [segments - 1, B, Hv, 128 (dv), 128 (dk)] fp32
+        output [B, T, Hv, 128] of config.dtype
+        scale, flush_limit fp32, sequences and the steps int32
+        in_place: empty sequences' states stay as they are
+        kept_every chunks; kept_after = 0: before chunks whose number it divides, in row start + i;
+        1: after every so many full ones, in row start + i - 1
+        chunks_per_segment int32, read if config.segmented
+    """
+    dynamic = {
+        name: T.dynamic(name)
+        for name in (
+            "batch",
+            "tokens",
+            "bounds",
+            "initial_pool",
+            "initial_entries",
+            "final_pool",
+            "final_entries",
+            "kept_pool",
+            "kept_entries",
+            "boundaries",
+        )
+    }
+    d = SimpleNamespace(**dynamic)
+    heads_q, heads_v, dv = config.heads_q, config.heads_v, config.block_dv
+    slices = HEAD_DIM // dv
+    fp32 = "float32"
+
+    def present(is_there, shape, dtype=fp32):
+        return T.Tensor(shape if is_there else (1,), dtype)
+
+    def states(name, rows, dtype):
+        if dtype is None:
+            return T.Tensor((1,), fp32)
+        stride = T.dynamic(f"{name}_stride", "int64")
+        return T.StridedTensor(
+            (rows, heads_v, HEAD_DIM, HEAD_DIM),
+            (stride, HEAD_DIM * HEAD_DIM, HEAD_DIM, 1),
+            dtype,
+        )
+
+    @T.prim_func
+    def gdn_operator_forward(
+        q: T.Tensor((d.batch, d.tokens, heads_q, HEAD_DIM), config.dtype),
+        k: T.Tensor((d.batch, d.tokens, heads_q, HEAD_DIM), config.dtype),
+        v: T.Tensor((d.batch, d.tokens, heads_v, HEAD_DIM), config.dtype),
+        gate: T.Tensor((d.batch, heads_v, d.tokens), fp32),
+        beta: T.Tensor((d.batch, heads_v, d.tokens), fp32),
+        A: T.Tensor((d.batch, d.tokens, heads_v, CHUNK), config.dtype),
+        query_norm: present(config.l2norm, (d.batch, heads_q, d.tokens)),
+        key_norm: present(config.l2norm, (d.batch, heads_q, d.tokens)),
+        cu_seqlens: present(config.packed, (d.bounds,), "int32"),
+        initial_state: states("initial", d.initial_pool, config.initial_state),
+        initial_rows: present(config.initial_state, (d.initial_entries,), "int32"),
+        segment_states: present(
+            config.segmented, (d.boundaries, d.batch, heads_v, HEAD_DIM, HEAD_DIM)
+        ),
+        output: T.Tensor((d.batch, d.tokens, heads_v, HEAD_DIM), config.dtype),
+        final_state: states("final", d.final_pool, config.final_state),
+        final_rows: present(config.final_state, (d.final_entries,), "int32"),
+        kept_states: states("kept", d.kept_pool, config.kept_states),
+        kept_starts: present(config.keeps_states, (d.kept_entries,), "int32"),
+        scale: T.float32,
+        flush_limit: T.float32,
+        sequences: T.int32,
+        cu_step: T.int32,
+        initial_step: T.int32,
+        final_step: T.int32,
+        kept_step: T.int32,
+        in_place: T.int32,
+        kept_every: T.int32,
+        kept_after: T.int32,
+        chunks_per_segment: T.int32,
+    ):
+        with T.Kernel(
+            *(
+                (slices * heads_v, sequences, d.boundaries + 1)
+                if config.segmented
+                else (slices * heads_v * sequences, 1, 1)
+            ),
+            threads=config.threads,
+        ) as (block, row, segment):
+            sequence = row if config.segmented else block // (slices * heads_v)
+            tile = block if config.segmented else block % (slices * heads_v)
+            # Names of the loads themselves: a condition on them stays one condition.
+            begin = first_token(config, cu_seqlens, sequence, cu_step, segment, chunks_per_segment)
+            length = tokens_from(
+                config, cu_seqlens, sequence, cu_step, begin, d.tokens, chunks_per_segment
+            )
+            place = SimpleNamespace(
+                batch=0 if config.packed else sequence,
+                sequence=sequence,
+                head=tile // slices,
+                head_q=tile // slices // (heads_v // heads_q),
+                dv=tile % slices * dv,
+                segment=segment,
+                segments=d.boundaries + 1,
+                first=begin,
+                tokens=length,
+                chunks=T.ceildiv(length, CHUNK),
+                flush_limit=flush_limit,
+                row=T.alloc_local((1,), "int32"),
+                other_row=T.alloc_local((1,), "int32"),
+                initial_step=initial_step,
+                final_step=final_step,
+                kept_step=kept_step,
+                in_place=in_place,
+                kept_every=kept_every,
+                kept_after=kept_after,
+            )
+            inputs = SimpleNamespace(
+                q=SegmentTokens(q, begin),
+                k=SegmentTokens(k, begin),
+                v=SegmentTokens(v, begin),
+                a=SegmentTokens(A, begin),
+                output=SegmentTokens(output, begin),
+                gate=gate,
+                beta=beta,
+                query_norm=query_norm,
+                key_norm=key_norm,
+                initial_state=initial_state,
+                initial_rows=initial_rows,
+                segment_states=segment_states,
+                final_state=final_state,
+                final_rows=final_rows,
+                kept_states=kept_states,
+                kept_starts=kept_starts,
+            )
+            resident_cta(config, place, scale, inputs, HOOKS)
+
+    return gdn_operator_forward
