@@ -315,12 +315,13 @@ def clear_row(tile, columns, index):
 @T.macro
 def clear_neighbours(config, place, here, token, tiles):
     """Zero the rows that a sequence's last chunk has of the next, each by its token's thread."""
-    if here.chunk * CHUNK + token >= place.tokens:
-        clear_row(tiles.k, HEAD_DIM, (here.stage, token))
-        clear_row(tiles.a, CHUNK, (here.stage, token))
-        for stage in tuple(range(config.stages)):
-            if here.stage == stage:
-                clear_row(tiles.v[stage], config.block_dv, (token,))
+    if (here.chunk + 1) * CHUNK > place.tokens:
+        if here.chunk * CHUNK + token >= place.tokens:
+            clear_row(tiles.k, HEAD_DIM, (here.stage, token))
+            clear_row(tiles.a, CHUNK, (here.stage, token))
+            for stage in tuple(range(config.stages)):
+                if here.stage == stage:
+                    clear_row(tiles.v[stage], config.block_dv, (token,))
         T.fence_proxy_async()
 
 
