@@ -108,7 +108,7 @@ class TileConfig:
         defaults = {
             "stages": 3 if narrow else 2,
             "slots": 2 if narrow else 1,
-            "registers": (224, 144, 80, 64) if narrow else (176, 136, 24),
+            "registers": (224, 144, 80, 64) if narrow else (160, 152, 40),
             "early_factors": narrow,
         }
         for name, value in defaults.items():
@@ -348,8 +348,8 @@ def open_publication(config, index, group, barriers):
 
 
 @T.macro
-def publish_values(config, index, tiles, registers):
-    T.copy(registers.x_operand, tiles.values[index % config.slots, :, :])
+def publish_values(config, index, tiles, values):
+    T.copy(values, tiles.values[index % config.slots, :, :])
 
 
 @T.macro
@@ -417,11 +417,7 @@ def solve_values(config, place, here, tiles, barriers, registers):
 @T.macro
 def absorb_values(config, here, group, tiles, barriers, registers):
     """S^T += X^T K, left in flight: one WGMMA group a dk half."""
-    if registers.slow[0] != 0:
-        T.copy(registers.x, registers.x_operand)
-        open_publication(config, here.chunk + 1, group, barriers)
-        publish_values(config, here.chunk + 1, tiles, registers)
-        # X^T = exp(r - G) V_new^T, or exp(g_last - g) V_new^T
+    # X^T = exp(r - G) V_new^T, or exp(g_last - g) V_new^T
     if config.early_factors:
         for i, j in T.Parallel(config.block_dv, CHUNK):
             registers.x_operand[i, j] = registers.x[i, j] * registers.x_factor[j]
@@ -437,7 +433,10 @@ def absorb_values(config, here, group, tiles, barriers, registers):
         )
     open_publication(config, here.chunk + 1, group, barriers)
     if registers.slow[0] == 0:
-        publish_values(config, here.chunk + 1, tiles, registers)
+        publish_values(config, here.chunk + 1, tiles, registers.x_operand)
+    else:
+        T.copy(registers.x, registers.w)
+        publish_values(config, here.chunk + 1, tiles, registers.w)
 
 
 @T.macro
@@ -533,9 +532,7 @@ def gate_scores(config, here, scale, tiles, registers):
                 registers.scores[i, j]
                 * (
                     scale
-                    * T.exp2(
-                        tiles.score_gate[here.stage, i] - score_column(config, tiles)[here.stage, j]
-                    )
+                    * T.exp2(registers.row_gate[i] - score_column(config, tiles)[here.stage, j])
                 ),
                 0.0,
             )
@@ -812,10 +809,10 @@ def gate_warps(config, place, thread, scale, inputs, hooks, tiles, barriers, gat
     """
     token = thread - (config.threads - GATE_WARPS * WARP)
     gates.pending[0] = 0.0
-    hooks.fetch_gates(config, place, 0, token, inputs, gates)
     for chunk in T.serial(place.chunks):
         here = step(config, chunk)
         stage = here.stage
+        hooks.fetch_gates(config, place, chunk, token, inputs, gates)
         T.barrier_wait(barriers.inputs_free[stage], here.freed)
         gates.gate[0] = gates.gate[0] * LOG2_E
         gates.last[0] = gates.last[0] * LOG2_E
@@ -851,8 +848,6 @@ def gate_warps(config, place, thread, scale, inputs, hooks, tiles, barriers, gat
             tiles.pending[stage] = T.exp2(gates.pending[0])
             if config.keeps_states:
                 hooks.choose_row(config, place, here, inputs, tiles)
-        if chunk + 1 < place.chunks:
-            hooks.fetch_gates(config, place, chunk + 1, token, inputs, gates)
         T.barrier_wait(barriers.inputs_landed[stage], here.filled)
         if config.packed:
             hooks.clear_neighbours(config, place, here, token, tiles)

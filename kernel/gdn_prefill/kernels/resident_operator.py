@@ -36,6 +36,7 @@ from .resident import (
     CHUNK,
     DK_HALVES,
     FLUSH_LIMIT,
+    GATE_WARPS,
     HEAD_DIM,
     SLOW_LIMIT,
     TILE,
@@ -51,6 +52,8 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", None: "none"}
 FP16_SLOW_LIMIT = -8.0
 ALWAYS = 3.0e38  # a flush limit that every chunk passes
 VECTOR = 8  # 16-bit elements of one access
+KEY_PIECES = HEAD_DIM // VECTOR  # of a row of K
+TILE_PIECES = TILE // VECTOR  # of a row of A, or of an output tile
 
 # Every index is within its tensor as it is written.
 PASS_CONFIGS = {
@@ -306,22 +309,30 @@ def fetch_gates(config, place, chunk, token, inputs, gates):
 
 
 @T.macro
-def clear_row(tile, columns, index):
-    for piece in T.serial(columns // VECTOR):
-        for e in T.vectorized(VECTOR):
-            tile[(*index, piece * VECTOR + e)] = 0
+def clear_piece(tile, row, piece):
+    """Zero 16 bytes of a row of a tile; row: its index, in all dimensions but the last."""
+    for e in T.vectorized(VECTOR):
+        tile[(*row, piece * VECTOR + e)] = 0
 
 
 @T.macro
 def clear_neighbours(config, place, here, token, tiles):
-    """Zero the rows that a sequence's last chunk has of the next, each by its token's thread."""
-    if (here.chunk + 1) * CHUNK > place.tokens:
-        if here.chunk * CHUNK + token >= place.tokens:
-            clear_row(tiles.k, HEAD_DIM, (here.stage, token))
-            clear_row(tiles.a, CHUNK, (here.stage, token))
-            for stage in tuple(range(config.stages)):
-                if here.stage == stage:
-                    clear_row(tiles.v[stage], config.block_dv, (token,))
+    """Zero the rows that a sequence's last chunk has of the next, a row a warp at a time."""
+    valid = place.tokens - here.chunk * CHUNK
+    if valid < CHUNK:
+        lane = token % WARP
+        for lap in T.serial(CHUNK // GATE_WARPS):
+            row = lap * GATE_WARPS + token // WARP
+            if row >= valid:
+                if lane < KEY_PIECES:
+                    clear_piece(tiles.k, (here.stage, row), lane)
+                elif lane < KEY_PIECES + TILE_PIECES:
+                    clear_piece(tiles.a, (here.stage, row), lane - KEY_PIECES)
+                for stage in tuple(range(config.stages)):
+                    if here.stage == stage and lane >= WARP - config.block_dv // VECTOR:
+                        clear_piece(
+                            tiles.v[stage], (row,), lane - (WARP - config.block_dv // VECTOR)
+                        )
         T.fence_proxy_async()
 
 
@@ -350,18 +361,17 @@ def store_tiles(config, place, first, inputs, tiles):
 
 @T.macro
 def store_rows(config, place, first, lane, inputs, tiles):
-    lanes = TILE // VECTOR  # of a row
     for group in tuple(range(config.state_groups)):
-        for lap in T.serial(CHUNK * lanes // WARP):
-            row = lap * (WARP // lanes) + lane // lanes
+        for lap in T.serial(CHUNK * TILE_PIECES // WARP):
+            row = lap * (WARP // TILE_PIECES) + lane // TILE_PIECES
             if first + row < place.tokens:
                 for e in T.vectorized(VECTOR):
                     inputs.output.tensor[
                         place.batch,
                         place.first + first + row,
                         place.head,
-                        place.dv + group * TILE + lane % lanes * VECTOR + e,
-                    ] = tiles.output[group][row, lane % lanes * VECTOR + e]
+                        place.dv + group * TILE + lane % TILE_PIECES * VECTOR + e,
+                    ] = tiles.output[group][row, lane % TILE_PIECES * VECTOR + e]
 
 
 HOOKS = SimpleNamespace(
