@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from .variants import Usage
 
 NORMS = ("query_norm", "key_norm")
-SERIAL_TILE = 64  # of calls whose bits must not depend on what else is in the batch
+# The tile of calls whose bits must not depend on what else is in the batch, and of those that keep
+# states along the way, which wait for memory more than for the chain.
+NARROW_TILE = 64
 # Shape and dtype of every temporary of a call, by name.
 Specification = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -92,8 +94,8 @@ def launch_forward(
     config = forward_config(
         heads_q,
         heads_v,
-        SERIAL_TILE
-        if batch_invariant
+        NARROW_TILE
+        if batch_invariant or states is not None
         else tile(sequences, B * T, heads_q, heads_v, sm_count(q.device)),
         q.dtype,
         query_norm is not None,
@@ -236,7 +238,7 @@ def forward_specialisations(
             *map(torch_dtype, states),
             usage.state_v_first and any(states),
         )
-        for block_dv in ((SERIAL_TILE,) if usage.batch_invariant else TILES)
+        for block_dv in ((NARROW_TILE,) if usage.batch_invariant or kept else TILES)
     ]
     return tuple(
         Specialisation(config.name, partial(operator_kernel, config), dict(PASS_CONFIGS))

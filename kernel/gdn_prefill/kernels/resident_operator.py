@@ -81,6 +81,14 @@ class OperatorConfig(TileConfig):
     segmented: bool = False
 
     def __post_init__(self) -> None:
+        if self.keeps_states:
+            if self.block_dv != TILE:
+                raise ValueError(
+                    f"block_dv={self.block_dv} must be {TILE} with kept_states: registers do not "
+                    "reach for more"
+                )
+            if self.early_factors is None:
+                object.__setattr__(self, "early_factors", False)
         super().__post_init__()
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
