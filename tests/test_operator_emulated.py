@@ -1,16 +1,30 @@
 """The operator's two launches in the emulator, through the calls that a user makes, on the CPU."""
 
 import contextlib
+import random
+from dataclasses import replace
 
 import pytest
 import torch
-from test_operator_sweep import BF16, FP16, FP32, INT32, INT64, Data, Variant, check
+from test_operator import tokens
+from test_operator_sweep import (
+    BF16,
+    FP16,
+    FP32,
+    GPU_VARIANTS,
+    INT32,
+    INT64,
+    Data,
+    Variant,
+    check,
+)
 
 pytest.importorskip("tilelang")
 
-from gdn_prefill import operator, operator_cuda, preprocess, runtime
+from gdn_prefill import chunk_gated_delta_rule, operator, operator_cuda, preprocess, runtime
+from gdn_prefill.kernels.resident_operator import OperatorConfig
 from gdn_prefill.runtime import Runtime
-from tile_emulator import Program, emulate
+from tile_emulator import Program, adversarial, emulate
 
 PLAIN = Variant(
     heads=(1, 2),
@@ -45,19 +59,25 @@ DATA = Data(
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """run_cuda runs on the CPU, its kernels in the emulator; any finding raises."""
+    """run_cuda runs on the CPU, its kernels in the emulator; any finding raises.
+
+    Set `schedules` of what is returned to run the forward kernel under these, one after the other.
+    """
+    layer = Runtime()
+    layer.schedules = lambda program: ("roundrobin",)
 
     def compiled(prim_func, pass_configs):
         program = Program(prim_func)
 
         def launch(*arguments):
-            report = emulate(program, *arguments, pass_configs=pass_configs)
-            assert report.ok, str(report)
+            forward = "operator_forward" in str(prim_func.attrs["global_symbol"])
+            for schedule in layer.schedules(program) if forward else ("roundrobin",):
+                report = emulate(program, *arguments, pass_configs=pass_configs, schedule=schedule)
+                assert report.ok, str(report)
 
         return launch
 
     monkeypatch.setattr(runtime, "compile_launcher", compiled)
-    layer = Runtime()
     for module in (operator_cuda, preprocess):
         monkeypatch.setattr(module, "RUNTIME", layer)
         monkeypatch.setattr(module, "sm_count", lambda _: 132)
@@ -66,5 +86,130 @@ def emulated(monkeypatch):
     return layer
 
 
-def test_plain(emulated):
-    check(PLAIN, DATA, "cpu", "auto")
+# Of lengths: no tokens, one, a tail that is almost a chunk, whole chunks. NaN are the neighbours.
+CASES = {
+    "dense": (PLAIN, DATA),
+    "decays beyond a chunk's factors": (PLAIN, replace(DATA, strength=40.0)),
+    "packed": (
+        replace(PLAIN, packed=INT32),
+        replace(DATA, lengths=(127, 0, 1, 130), garbage=float("nan"), surplus=70),
+    ),
+    "norms": (replace(PLAIN, l2norm=True), replace(DATA, strength=0.06)),
+    "norms under strong decay": (replace(PLAIN, l2norm=True), replace(DATA, strength=40.0)),
+    "fp16": (
+        replace(PLAIN, dtype=FP16, packed=INT64),
+        replace(DATA, strength=0.06, lengths=(64, 65, 200)),
+    ),
+    "fp16 under strong decay": (
+        replace(PLAIN, dtype=FP16, l2norm=True),
+        replace(DATA, strength=40.0),
+    ),
+    "pool in place": (
+        replace(
+            PLAIN,
+            packed=INT64,
+            initial=FP32,
+            slots=INT64,
+            final="in place",
+            v_first=True,
+            l2norm=True,
+        ),
+        replace(DATA, lengths=(65, 0, 3, 64), seed=3, padded_rows=True, garbage=float("nan")),
+    ),
+    "pool to pool": (
+        replace(PLAIN, packed=INT32, initial=BF16, slots=INT32, final="buffer", final_dtype=FP16),
+        replace(DATA, lengths=(65, 0, 128), seed=2, padded_rows=True, output_given=True),
+    ),
+    "every chunk's state": (
+        replace(PLAIN, kept="h", packed=INT32, final_dtype=BF16, kept_dtype=BF16, initial=FP16),
+        replace(DATA, lengths=(64, 130, 0, 5)),
+    ),
+    "checkpoints": (
+        replace(PLAIN, kept="checkpoints", packed=INT64, v_first=True, kept_dtype=BF16),
+        replace(DATA, lengths=(128, 65, 0, 5, 256), every=128),
+    ),
+    "dense checkpoints": (
+        replace(PLAIN, kept="checkpoints", batch_invariant=True),
+        replace(DATA, lengths=(192, 192), every=64),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_option(emulated, name):
+    check(*CASES[name], "cpu", "auto")
+
+
+@pytest.mark.parametrize("number", range(len(GPU_VARIANTS)))
+def test_variants_of_the_gpu(emulated, number):
+    draw = random.Random(number)
+    lengths = (0, 1, 31, 63, 64, 65, 100, 128, 129)
+    data = Data(
+        lengths=tuple(draw.choice(lengths) for _ in range(draw.randint(1, 3))),
+        surplus=draw.choice((0, 1, 70)),
+        strength=draw.choice((0.0, 0.06, 1.0, 40.0)),
+        garbage=draw.choice((1.0, 1e4, float("nan"))),
+        every=draw.choice((64, 128)),
+        scale=draw.choice((None, 0.3)),
+        padded_rows=draw.random() < 0.5,
+        output_given=draw.random() < 0.5,
+        seed=number,
+    )
+    check(replace(GPU_VARIANTS[number], heads=(1, 2)), data, "cpu", "auto")
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_both_tiles(emulated, monkeypatch, tile):
+    monkeypatch.setattr(operator_cuda, "tile", lambda *_: tile)
+    variant = replace(PLAIN, packed=INT32, initial=FP32, l2norm=True)
+    check(variant, replace(DATA, lengths=(70, 0, 129), garbage=float("nan")), "cpu", "auto")
+    assert [c.block_dv for _, c in emulated.kernels._entries if isinstance(c, OperatorConfig)] == [
+        tile
+    ]
+
+
+@pytest.mark.parametrize(("tile", "kept"), [(64, None), (64, "h"), (128, None)])
+def test_every_schedule(emulated, monkeypatch, tile, kept):
+    emulated.schedules = lambda program: (
+        *(f"random:{seed}" for seed in range(4)),
+        "priority:0",
+        *adversarial(program.roles),
+    )
+    monkeypatch.setattr(operator_cuda, "tile", lambda *_: tile)
+    variant = replace(PLAIN, heads=(1, 1), packed=INT32, initial=FP32, l2norm=True, kept=kept)
+    data = replace(DATA, lengths=(65, 0, 330), garbage=float("nan"), surplus=1)
+    check(variant, data, "cpu", "auto")
+
+
+@pytest.mark.parametrize("strength", [0.06, 40.0])
+def test_a_cut_at_a_chunk_changes_nothing(emulated, strength):
+    x = tokens(200, heads=(1, 1), strength=strength)
+    named = {"output_final_state": True, "batch_invariant": True}
+    whole, whole_state = chunk_gated_delta_rule(*x, **named)
+    first, state = chunk_gated_delta_rule(*(t[:, :128] for t in x), **named)
+    second, state = chunk_gated_delta_rule(*(t[:, 128:] for t in x), initial_state=state, **named)
+    assert torch.equal(torch.cat((first, second), dim=1), whole)
+    assert torch.equal(state, whole_state)
+
+
+def test_lazy_decay_does_depend_on_the_cut(emulated):
+    """What the test above would show if batch_invariant did nothing."""
+    x = tokens(200, heads=(1, 1), strength=0.06)
+    whole, _ = chunk_gated_delta_rule(*x)
+    _, state = chunk_gated_delta_rule(*(t[:, :128] for t in x), output_final_state=True)
+    second, _ = chunk_gated_delta_rule(*(t[:, 128:] for t in x), initial_state=state)
+    assert not torch.equal(second, whole[:, 128:])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "float32"}, "dtype='float32'"),
+        ({"initial_state": "float64"}, "initial_state='float64'"),
+        ({"packed": True, "segmented": True}, "segmented=True"),
+        ({"kept_states": "float32", "block_dv": 128}, "block_dv=128"),
+    ],
+)
+def test_configuration_names_what_is_wrong(settings, message):
+    with pytest.raises(ValueError, match=message):
+        OperatorConfig(1, 2, **settings)

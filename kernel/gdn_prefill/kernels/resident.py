@@ -407,7 +407,8 @@ def solve_values(config, place, here, tiles, barriers, registers):
         policy=FULL_ROW,
         clear_accum=True,
     )
-    if config.early_factors and here.chunk + 1 < place.chunks:
+    if config.scores_group and here.chunk + 1 < place.chunks:
+        # Before the publication of V_new too: that it may take its place is part of the wait.
         take_values(config, following(config, here), tiles, barriers, registers)
     registers.slow[0] = tiles.slow[here.stage]  # a branch would wait for a read before it
     TC.wait_wgmma(0)
@@ -460,7 +461,7 @@ def state_role(config, place, thread, inputs, hooks, tiles, barriers, registers)
             if here.chunk < place.chunks - 1:
                 coming = following(config, here)
                 absorb_values(config, here, group, tiles, barriers, registers)
-                if not config.early_factors:
+                if not config.scores_group:
                     take_values(config, coming, tiles, barriers, registers)
                 for half in DK_HALVES:
                     # Only the newest WGMMA group may be unfinished: the other half.
