@@ -181,8 +181,10 @@ def bind(plan: CorePlan, call: CoreCall, tensors: Tensors):
 
 
 def captured(run):
-    """The replay of a graph of `run`, which has run before."""
+    """The replay of a graph of `run`, which has run before; keeps the temporaries it works on."""
     import torch
+
+    from harness.timing import Replay
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -191,7 +193,7 @@ def captured(run):
             run()
         finally:
             graph.capture_end()
-    return graph.replay
+    return Replay(graph, run, None)
 
 
 def measure(call: CoreCall, sms: int, rounds: int, device) -> tuple[list[dict], list[str]]:

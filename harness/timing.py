@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch import Tensor
 
 Call = Callable[[], object]
 
@@ -178,12 +177,18 @@ class NotCapturableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Replay:
-    """A captured call: calling it replays the graph and gives the tensors the capture wrote."""
+    """A captured call: calling it replays the graph and gives what the captured call returned.
+
+    Keeps the call alive, and with it all that it closes over. A graph holds bare addresses: were
+    memory that the call owns, such as a plan's workspace, freed, the allocator would give it to
+    others, and every replay would write into their tensors.
+    """
 
     graph: torch.cuda.CUDAGraph
-    result: tuple[Tensor, Tensor]
+    call: Call
+    result: object
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
+    def __call__(self) -> object:
         self.graph.replay()
         return self.result
 
@@ -206,7 +211,7 @@ def capture(call: Call, device: torch.device, warmup: int = 3) -> Replay:
     except Exception as error:
         raise NotCapturableError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     torch.cuda.current_stream(device).wait_stream(stream)
-    return Replay(graph, result)
+    return Replay(graph, call, result)
 
 
 @contextlib.contextmanager

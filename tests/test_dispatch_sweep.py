@@ -1,9 +1,12 @@
 """The sweep behind the cost model, the fit, and what the shipped constants choose on the record."""
 
+import contextlib
+import gc
 import importlib.util
 import json
 import random
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -139,6 +142,25 @@ def test_every_plan_of_a_point_is_checked_and_timed(monkeypatch):
     assert rows[0]["difference"] == 0 < rows[2]["difference"] < sweep.AGREEMENT
     assert rows[0]["workspace_bytes"] == 0 < rows[2]["workspace_bytes"]
     assert all(row["p20_us"] <= row["median_us"] <= row["p80_us"] for row in rows)
+
+
+def test_a_replay_keeps_the_temporaries(monkeypatch):
+    class Graph:
+        def capture_begin(self, capture_error_mode):
+            pass
+
+        capture_end = replay = lambda self: None
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    temporaries = torch.zeros(3)
+    alive = weakref.ref(temporaries)
+    replay = sweep.captured(lambda temporaries=temporaries: temporaries.add_(1))
+    del temporaries
+    gc.collect()
+    assert alive().tolist() == [1, 1, 1]
+    assert replay() is None
 
 
 # --- the supervised worker

@@ -1,6 +1,10 @@
 """Samples, interleaving and timers; what needs a GPU is marked."""
 
+import contextlib
+import gc
 import time
+import types
+import weakref
 
 import numpy
 import pytest
@@ -99,6 +103,41 @@ def test_the_host_timer_keeps_the_clock_it_was_made_with(monkeypatch):
     monkeypatch.setattr(time, "perf_counter_ns", lambda: pytest.fail("the patched clock"))
     milliseconds, result = timer(lambda: "done")
     assert (milliseconds >= 0, result) == (True, "done")
+
+
+class Graph:
+    """A CUDA Graph that records nothing: like a real one it keeps nothing alive."""
+
+    def replay(self):
+        pass
+
+
+def test_a_replay_keeps_the_call_and_what_it_owns(monkeypatch):
+    """Else the replays would go on writing to memory that has become somebody else's."""
+    nothing = contextlib.nullcontext()
+    for name, stand_in in {
+        "Stream": lambda device: types.SimpleNamespace(wait_stream=lambda other: None),
+        "current_stream": lambda device: types.SimpleNamespace(wait_stream=lambda other: None),
+        "stream": lambda stream: nothing,
+        "synchronize": lambda device: None,
+        "CUDAGraph": Graph,
+        "graph": lambda graph, stream: nothing,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    workspace = torch.zeros(3)
+
+    def call(workspace=workspace):
+        return workspace + 1, workspace + 2
+
+    alive = weakref.ref(call), weakref.ref(workspace)
+    replay = capture(call, CPU)
+    del call, workspace
+    gc.collect()
+    assert all(reference() is not None for reference in alive)
+    assert replay()[1].tolist() == [2, 2, 2]
+    del replay
+    gc.collect()
+    assert all(reference() is None for reference in alive)
 
 
 @pytest.fixture
