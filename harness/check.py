@@ -141,11 +141,40 @@ def relative_l2(actual: Tensor, expected: Tensor) -> float:
 
 
 def check_unmodified(inputs: dict[str, Tensor], clones: dict[str, Tensor]) -> Verdict:
-    """Compares every input, bit for bit, with its clone of before the call."""
+    """Compares every input, bit for bit, with its clone of before the call.
+
+    The reason shows the first difference, as it tells whose data it is that lies there: a call that
+    writes to memory it does not own may hit a clone as well as an input.
+    """
     for name, tensor in inputs.items():
-        if not torch.equal(_bits(tensor), _bits(clones[name])):
-            return Verdict(Status.INPUT_MODIFIED, f"{name} was changed by the call")
+        now, before = _bits(tensor), _bits(clones[name])
+        if not torch.equal(now, before):
+            return Verdict(
+                Status.INPUT_MODIFIED,
+                f"{name} was changed by the call: {_difference(tensor, clones[name])}",
+            )
     return PASSED
+
+
+def _difference(tensor: Tensor, clone: Tensor) -> str:
+    """How much of two tensors of other bits differs, where first, and by what."""
+    changed = (_bits(tensor) != _bits(clone)).flatten()
+    first = int(changed.to(torch.uint8).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape))
+    now, before = (_text(t[index].item()) for t in (tensor, clone))
+    if now == before:  # two kinds of NaN
+        size = 2 * tensor.element_size()
+        now, before = (
+            f"{now} (0x{_bits(t)[index].item() % 16**size:0{size}x})" for t in (tensor, clone)
+        )
+    return (
+        f"{int(changed.sum())} of {changed.numel()} elements, first at {index}: {now}, was {before}"
+    )
+
+
+def _text(value: float | int) -> str:
+    """A number with digits enough to tell any two fp32 apart."""
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
 def poison_pool(case: Case, device: torch.device) -> None:

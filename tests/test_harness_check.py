@@ -110,7 +110,24 @@ def test_modified_inputs_are_named_bit_by_bit():
     assert check_unmodified(inputs, clones).passed
     inputs["v"][0] = -0.0
     found = check_unmodified(inputs, clones)
-    assert (found.status, found.reason) == (Status.INPUT_MODIFIED, "v was changed by the call")
+    reason = "v was changed by the call: 1 of 2 elements, first at (0,): -0, was 0"
+    assert (found.status, found.reason) == (Status.INPUT_MODIFIED, reason)
+
+
+def test_the_first_difference_is_shown():
+    numbers = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
+    changed = numbers.clone()
+    changed[1, 2, 1:] = 0.1
+    found = check_unmodified({"g": changed}, {"g": numbers})
+    assert found.reason.endswith(": 3 of 24 elements, first at (1, 2, 1): 0.100000001, was 21")
+    # A state of which each head is a view of its own.
+    found = check_unmodified({"g": changed.mT}, {"g": numbers.mT})
+    assert found.reason.endswith(": 3 of 24 elements, first at (1, 1, 2): 0.100000001, was 21")
+    nan = torch.tensor([0x7FC0, 0x7FC1, -1], dtype=torch.int16).view(torch.bfloat16)
+    found = check_unmodified({"k": nan[1:2]}, {"k": nan[2:]})
+    assert found.reason.endswith("1 of 1 elements, first at (0,): nan (0x7fc1), was nan (0xffff)")
+    found = check_unmodified({"n": torch.tensor([3, 4])}, {"n": torch.tensor([3, 5])})
+    assert found.reason.endswith("first at (1,): 4, was 5")
 
 
 def test_poison_reaches_tensors_and_survives_anything_else():
