@@ -1,6 +1,5 @@
 """Makes the repository importable without installing it, and skips what needs a Hopper GPU."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -14,9 +13,6 @@ HOPPER = (9, 0)
 for entry in (ROOT / "kernel", ROOT):
     if str(entry) not in sys.path:
         sys.path.insert(0, str(entry))
-
-# The GPU tests are for the operator's kernels, which "auto" leaves alone otherwise.
-os.environ.setdefault("GDN_PREFILL_OPERATOR_KERNELS", "1")
 
 # An example's time says nothing on a shared machine.
 settings.register_profile("repository", deadline=None, print_blob=True)

@@ -7,7 +7,6 @@ chunks. docs/api.md describes every option.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -25,8 +24,6 @@ from .operator_validation import (
     check_options,
     refuse_unsupported,
 )
-
-ENABLE = "GDN_PREFILL_OPERATOR_KERNELS"
 
 
 def chunk_gated_delta_rule(
@@ -96,6 +93,7 @@ def chunk_gated_delta_rule(
         backend: "auto" (the Hopper kernels where they can run, else torch), "cuda" or "torch".
         reuse_outputs: return tensors owned by the package, valid until the next such call of the
             same layout and stream; from the second with the same addresses on, a CUDA Graph replay.
+            In a graph that the caller records the results are fresh.
 
     Returns:
         (output [B, T, Hv, 128] of q's dtype, final state or None), and h after them if asked for.
@@ -165,8 +163,6 @@ def declined(*, backend: str = "auto", **arguments) -> str | None:
         x, options = Operands(**operands), check_options(**settings)
         check_operands(x, options)
         if implementation(backend, x.q.device) is run_torch:
-            if x.q.is_cuda and backend == "auto":
-                return f"the operator's kernels are not enabled: {ENABLE}=1 does that"
             return None
     except (TypeError, ValueError) as error:
         return str(error)
@@ -192,20 +188,10 @@ def check(x: Operands, options: Options) -> OperatorShape:
     return shape
 
 
-def kernels_enabled() -> bool:
-    """Whether backend="auto" may take the operator's Hopper kernels: ENABLE is set to 1.
-
-    They agreed with float64 on an H200, but the harness found an input or its copy changed
-    afterwards, which is not explained yet; so nobody gets them without asking.
-    """
-    return os.environ.get(ENABLE) == "1"
-
-
 def implementation(backend: str, device: torch.device) -> Callable[..., None]:
     """What runs on this device: called with operands, results, options and shape."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    chosen = choose_backend(backend, device.type, capability)
-    if chosen == "torch" or (backend == "auto" and not kernels_enabled()):
+    if choose_backend(backend, device.type, capability) == "torch":
         return run_torch
     from .operator_cuda import run_cuda
 
