@@ -99,9 +99,8 @@ def test_a_warm_plan_waits_for_nothing_and_allocates_nothing(no_synchronisation)
 def test_a_graph_is_replayed_with_new_lengths(captured_by):
     x, bounds, pool, slots = packed_call()
     output = torch.empty_like(x[2])
-    if captured_by == "plan":
-        plan = gdn_prefill.plan(HQ, HV, 700, sequences=5)
-        replay = plan.capture(
+    if captured_by == "plan":  # which nobody else keeps
+        replay = gdn_prefill.plan(HQ, HV, 700, sequences=5).capture(
             *x, initial_state=pool, output_state=pool, state_indices=slots, cu_seqlens=bounds,
             output=output,
         ).replay  # fmt: skip

@@ -1,7 +1,9 @@
 """Plans and the launch path, with the portable implementation or stand-ins for the two launches."""
 
 import contextlib
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from test_operator import HQ, HV, D, cu, states, tokens
 
 import gdn_prefill
 from gdn_prefill import chunk_gated_delta_rule, operator_cuda, plans, preprocess
+from gdn_prefill.caches import BoundedCache
+from gdn_prefill.operator import implementation
 from gdn_prefill.operator_results import Results
 from gdn_prefill.operator_torch import run_torch
 from gdn_prefill.operator_validation import Operands, OperatorShape, Options
@@ -97,7 +101,6 @@ def standin(monkeypatch):
     monkeypatch.setattr(operator_cuda, "launch_forward", it.forward)
     monkeypatch.setattr(operator_cuda, "unsupported", lambda x, options: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(plans, "implementation", lambda backend, device: operator_cuda.run_cuda)
     monkeypatch.setattr(plans, "record", it.record)
     monkeypatch.setattr(
@@ -235,6 +238,65 @@ def test_capture_keeps_its_operands(standin):
     assert torch.equal(output, chunk_gated_delta_rule(*captured.operands[:5], backend="cuda")[0])
 
 
+def test_a_recording_keeps_its_plan(standin, monkeypatch):
+    """A graph keeps nothing: the workspace that its launches write to is the plan's."""
+    monkeypatch.setattr(plans, "record", lambda device, launch: None)
+    plan = gdn_prefill.plan(HQ, HV, 70, use_qk_l2norm_in_kernel=True, output_final_state=True)
+    captured = plan.capture(*tokens(70))
+    memory = (*plan.workspace.values(), *captured.returned)
+    alive = [weakref.ref(thing) for thing in (plan, *memory)]
+    standin.prepared = None
+    del plan, memory
+    gc.collect()
+    assert all(reference() is not None for reference in alive)
+    del captured
+    gc.collect()
+    assert all(reference() is None for reference in alive)
+
+
+def test_a_callers_graph_has_nothing_of_the_kept_plans(standin, monkeypatch):
+    """It may outlive their places in the cache, and with those their memory."""
+    kept = BoundedCache(1)
+    monkeypatch.setattr(plans, "_REUSED", kept)
+    x, named = tokens(70), {"output_final_state": True, "backend": "cuda", "reuse_outputs": True}
+    for _ in range(3):
+        expected = chunk_gated_delta_rule(*x, **named)
+    (plan,) = kept.values()
+    owned = {t.data_ptr() for t in (*plan.workspace.values(), *expected)}
+    seen = []
+
+    def spied(*arguments, **options):
+        seen.extend(t.data_ptr() for t in arguments if isinstance(t, torch.Tensor))
+        standin.forward(*arguments, **options)
+
+    monkeypatch.setattr(operator_cuda, "launch_forward", spied)
+    monkeypatch.setattr(plans, "is_capturing", lambda device: True)
+    before = (standin.captures, standin.replays, len(standin.launches))
+    actual = chunk_gated_delta_rule(*x, **named)
+    assert seen and not owned & set(seen)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    # A layout that is not known yet makes no plan in that graph's memory.
+    chunk_gated_delta_rule(*tokens(71), **named)
+    assert kept.values() == [plan]
+    after = (standin.captures, standin.replays, len(standin.launches))
+    assert after == (*before[:2], before[2] + 4)
+
+
+def test_what_an_evicted_plan_returned_stays(standin, monkeypatch):
+    monkeypatch.setattr(plans, "_REUSED", BoundedCache(1))
+    named = {"output_final_state": True, "backend": "cuda", "reuse_outputs": True}
+    x = tokens(70)
+    for _ in range(3):
+        held = chunk_gated_delta_rule(*x, **named)
+    copies = [t.clone() for t in held]
+    chunk_gated_delta_rule(*tokens(71), **named)
+    x[2].neg_()
+    for _ in range(3):
+        again = chunk_gated_delta_rule(*x, **named)
+    assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
+    assert torch.equal(again[0], chunk_gated_delta_rule(*x, backend="cuda")[0])
+
+
 def test_workspace_is_what_the_issue_allows(standin):
     tokens_, heads_q, heads_v = 4096, 2, 8
     plan = gdn_prefill.plan(heads_q, heads_v, tokens_, use_qk_l2norm_in_kernel=True)
@@ -297,6 +359,15 @@ def test_a_plan_on_the_cpu():
         plan.run(*x, cu_seqlens=bounds)
     with pytest.raises(ValueError, match="captured"):
         plan.capture(*x, cu_seqlens=PACKED)
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen"), [((9, 0), operator_cuda.run_cuda), ((8, 0), run_torch)]
+)
+def test_auto_takes_the_kernels_on_hopper(monkeypatch, capability, chosen):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert implementation("auto", torch.device("cuda")) is chosen
+    assert implementation("torch", torch.device("cuda")) is run_torch
 
 
 def test_without_the_kernel_cuda_says_so(standin, monkeypatch):

@@ -6,6 +6,8 @@
     output, final_state = captured.replay()
 
 A warm call allocates nothing and copies nothing to the host. A plan serves one stream at a time.
+A graph holds the addresses of what its launches use and keeps none of it alive: whoever holds a
+graph of a plan's launches has to hold the plan.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .caches import BoundedCache
-from .operator import check, implementation
+from .operator import check, implementation, run
 from .operator_cuda import Specification, new_workspace, readable, run_cuda, workspaces
 from .operator_results import Results
 from .operator_validation import (
@@ -45,9 +47,12 @@ class _Call:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A call recorded as a CUDA Graph. Keeps its operands alive, as it reads their memory."""
+    """A call recorded as a CUDA Graph. Keeps its operands and its plan alive, as every replay reads
+    the operands' memory and writes to the plan's workspace.
+    """
 
     graph: torch.cuda.CUDAGraph
+    plan: Plan
     operands: Operands
     returned: tuple[Tensor | None, ...]
 
@@ -58,7 +63,12 @@ class Captured:
 
 
 class Plan:
-    """Made by `gdn_prefill.plan`; owns the temporaries, and the outputs that no caller gives."""
+    """Made by `gdn_prefill.plan`; owns the temporaries, and the outputs that no caller gives.
+
+    Recorded in a graph of the caller's own, `run` still works in the plan's memory, which is free
+    for others as soon as the plan is gone: keep the plan as long as that graph may be replayed.
+    What `capture` returns does so by itself.
+    """
 
     def __init__(
         self,
@@ -126,9 +136,8 @@ class Plan:
         except AttributeError:  # something that is no tensor: the check names it
             check(x, self.options)
             raise
-        capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         call = self._calls.get(key)
-        if call is not None and self.on_gpu and not capturing:
+        if call is not None and self.on_gpu and not is_capturing(self.device):
             if call.graph is None:
                 call.graph = record(self.device, lambda: self._launch(x, call))
             call.graph.replay()
@@ -151,7 +160,7 @@ class Plan:
         self.run_operands(x)
         call = self._calls.peek(_identity(x))
         graph = record(self.device, lambda: self._launch(x, call))
-        return Captured(graph, x, call.returned)
+        return Captured(graph, self, x, call.returned)
 
     @property
     def workspace_bytes(self) -> int:
@@ -266,7 +275,11 @@ _REUSED = BoundedCache(PLAN_CAPACITY)
 
 
 def run_reusing(x: Operands, options: Options, backend: str) -> tuple[Tensor | None, ...]:
-    """A call into reused outputs: through a plan of its layout, stream and options."""
+    """A call into reused outputs: through a plan of its layout, stream and options.
+
+    While the caller records a graph it is a call with fresh results instead, in that graph's
+    memory: the plans kept here come and go, and the graph may outlive them.
+    """
     try:
         key = (
             options,
@@ -281,11 +294,18 @@ def run_reusing(x: Operands, options: Options, backend: str) -> tuple[Tensor | N
     except AttributeError:  # something that is no tensor: the check names it
         check(x, options)
         raise
+    if is_capturing(x.q.device):
+        return run(x, options, backend).returned(options)
     reused = _REUSED.get(key)
     if reused is None:
         shape = check(x, options)
         reused = _REUSED.put(key, Plan(shape, options, x.q.dtype, x.q.device, backend))
     return reused.run_operands(x)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is recording a graph of the caller's."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def record(device: torch.device, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
