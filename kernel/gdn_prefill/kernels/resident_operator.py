@@ -134,6 +134,16 @@ class OperatorConfig(TileConfig):
 
 
 # --- rows of states
+def pool(name, rows, heads_v, dtype):
+    """The parameter of states in `rows` rows, apart by any stride; a dummy where dtype is None."""
+    if dtype is None:
+        return T.Tensor((1,), "float32")
+    stride = T.dynamic(f"{name}_stride", "int64")
+    return T.StridedTensor(
+        (rows, heads_v, HEAD_DIM, HEAD_DIM), (stride, HEAD_DIM * HEAD_DIM, HEAD_DIM, 1), dtype
+    )
+
+
 def entry(numbers, n, step):
     """Entry n of an index tensor seen as 32-bit words; n itself where there is no tensor."""
     return T.if_then_else(step == 0, n, numbers[n * step])
@@ -450,16 +460,6 @@ def operator_kernel(config: OperatorConfig):
     def present(is_there, shape, dtype=fp32):
         return T.Tensor(shape if is_there else (1,), dtype)
 
-    def states(name, rows, dtype):
-        if dtype is None:
-            return T.Tensor((1,), fp32)
-        stride = T.dynamic(f"{name}_stride", "int64")
-        return T.StridedTensor(
-            (rows, heads_v, HEAD_DIM, HEAD_DIM),
-            (stride, HEAD_DIM * HEAD_DIM, HEAD_DIM, 1),
-            dtype,
-        )
-
     @T.prim_func
     def gdn_operator_forward(
         q: T.Tensor((d.batch, d.tokens, heads_q, HEAD_DIM), config.dtype),
@@ -471,15 +471,15 @@ def operator_kernel(config: OperatorConfig):
         query_norm: present(config.l2norm, (d.batch, heads_q, d.tokens)),
         key_norm: present(config.l2norm, (d.batch, heads_q, d.tokens)),
         cu_seqlens: present(config.packed, (d.bounds,), "int32"),
-        initial_state: states("initial", d.initial_pool, config.initial_state),
+        initial_state: pool("initial", d.initial_pool, heads_v, config.initial_state),
         initial_rows: present(config.initial_state, (d.initial_entries,), "int32"),
         segment_states: present(
             config.segmented, (d.boundaries, d.batch, heads_v, HEAD_DIM, HEAD_DIM)
         ),
         output: T.Tensor((d.batch, d.tokens, heads_v, HEAD_DIM), config.dtype),
-        final_state: states("final", d.final_pool, config.final_state),
+        final_state: pool("final", d.final_pool, heads_v, config.final_state),
         final_rows: present(config.final_state, (d.final_entries,), "int32"),
-        kept_states: states("kept", d.kept_pool, config.kept_states),
+        kept_states: pool("kept", d.kept_pool, heads_v, config.kept_states),
         kept_starts: present(config.keeps_states, (d.kept_entries,), "int32"),
         scale: T.float32,
         flush_limit: T.float32,

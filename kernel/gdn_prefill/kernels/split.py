@@ -32,6 +32,7 @@ chunk, and only the forward launch runs it.
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import tilelang
 import tilelang.cuda.language as TC
@@ -82,6 +83,9 @@ class SummaryConfig:
     residual: bool = True
     stages: int = 3
     registers: tuple[int, int, int] = (168, 136, 40)
+
+    dtype: ClassVar[str] = "bfloat16"
+    l2norm: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_heads(self.heads_q, self.heads_v)
@@ -134,9 +138,9 @@ def multiply_values(stage, tiles, registers):
 @T.macro
 def multiply_state(half, stage, tiles, registers):
     """X^T += S^T w^T for one dk half, from the state as bf16, left in flight."""
-    T.copy(registers.state[half], registers.state_bf16[half])
+    T.copy(registers.state[half], registers.state_operand[half])
     TC.wgmma_gemm(
-        registers.state_bf16[half],
+        registers.state_operand[half],
         tiles.w[stage, :, half * TILE : (half + 1) * TILE],
         registers.x,
         transpose_B=True,
@@ -158,10 +162,10 @@ def finish_values(stage, tiles, registers):
 @T.macro
 def absorb_values(stage, tiles, registers):
     """S^T += X^T K, left in flight: one WGMMA group a dk half."""
-    T.copy(registers.x, registers.x_bf16)
+    T.copy(registers.x, registers.x_operand)
     for half in DK_HALVES:
         TC.wgmma_gemm(
-            registers.x_bf16,
+            registers.x_operand,
             tiles.k[stage, :, half * TILE : (half + 1) * TILE],
             registers.state[half],
             policy=FULL_ROW,
@@ -169,16 +173,9 @@ def absorb_values(stage, tiles, registers):
 
 
 @T.macro
-def summary_state_role(config, place, inputs, tiles, barriers, registers):
+def summary_state_role(config, place, inputs, hooks, tiles, barriers, registers):
     """The serial chain, in registers; the products of two chunks overlap."""
-    for half in DK_HALVES:
-        T.clear(registers.state[half])
-    if config.use_initial_state and place.segment == 0:
-        for half in DK_HALVES:
-            for i, j in T.Parallel(HEAD_DIM, TILE):
-                registers.state[half][i, j] = inputs.initial_state[
-                    place.batch, place.head, half * TILE + j, i
-                ]
+    hooks.load_state(config, place, inputs, registers)
 
     T.barrier_wait(barriers.prepared[0], 0)
     multiply_values(0, tiles, registers)
@@ -205,18 +202,17 @@ def summary_state_role(config, place, inputs, tiles, barriers, registers):
 
     if place.is_transition:
         for half in DK_HALVES:
-            T.copy(registers.state[half], registers.state_bf16[half])
             for i, j in T.Parallel(HEAD_DIM, TILE):
                 inputs.transitions[
                     place.segment - 1, place.batch, place.head, i, half * TILE + j
-                ] = registers.state_bf16[half][i, j]
+                ] = T.cast(registers.state[half][i, j], "bfloat16")
             if config.residual:
                 for i, j in T.Parallel(HEAD_DIM, TILE):
                     inputs.residuals[
                         place.segment - 1, place.batch, place.head, i, half * TILE + j
                     ] = T.cast(
                         registers.state[half][i, j]
-                        - T.cast(registers.state_bf16[half][i, j], "float32"),
+                        - T.cast(T.cast(registers.state[half][i, j], "bfloat16"), "float32"),
                         "bfloat16",
                     )
     else:
@@ -240,7 +236,7 @@ def prepare_role(config, place, tiles, barriers, registers):
         # w = (-exp(g_last - g) A beta gamma) K
         for i, j in T.Parallel(CHUNK, CHUNK):
             registers.key_weights[i, j] = T.cast(
-                registers.decayed[i, j] * tiles.key_factor[stage, j], "bfloat16"
+                registers.decayed[i, j] * tiles.key_factor[stage, j], config.dtype
             )
         for half in DK_HALVES:
             TC.wgmma_gemm(
@@ -254,7 +250,7 @@ def prepare_role(config, place, tiles, barriers, registers):
         # a = exp(g_last - g) A beta, or exp(g_last - g) A (-Gamma beta gamma)
         for i, j in T.Parallel(CHUNK, CHUNK):
             registers.a[i, j] = T.cast(
-                registers.decayed[i, j] * tiles.value_factor[stage, j], "bfloat16"
+                registers.decayed[i, j] * tiles.value_factor[stage, j], config.dtype
             )
         T.copy(registers.a, tiles.a[stage, :, :])
 
@@ -298,29 +294,25 @@ def summary_producer_warp(config, place, inputs, tiles, barriers):
 
 
 @T.macro
-def fetch_gates(place, chunk, token, inputs, gates):
-    first = place.first + chunk * CHUNK
-    gates.gate[0] = inputs.g[place.batch, first + token, place.head] * LOG2_E
-    gates.last[0] = inputs.g[place.batch, first + CHUNK - 1, place.head] * LOG2_E
-    gates.beta[0] = inputs.beta[place.batch, first + token, place.head]
-
-
-@T.macro
-def summary_gate_warps(config, place, token, inputs, tiles, barriers, gates):
+def summary_gate_warps(config, place, token, inputs, hooks, tiles, barriers, gates):
     """One thread a token: the factors of the rows and columns of A, and Gamma along the way."""
     gates.decayed[0] = 1.0
-    fetch_gates(place, 0, token, inputs, gates)
     for chunk in T.serial(place.chunks):
         stage = chunk % config.stages
+        hooks.fetch_gates(config, place, chunk, token, inputs, gates)
         gates.key_factor[0] = -gates.beta[0] * T.exp2(gates.gate[0])
         gates.value_factor[0] = gates.beta[0]
         if place.is_transition:
             gates.value_factor[0] = gates.decayed[0] * gates.key_factor[0]
         gates.row_factor[0] = T.exp2(gates.last[0] - gates.gate[0])
+        if config.l2norm:
+            # Of K as it is stored: once where it multiplies the state, once where it adds to it.
+            gates.key_factor[0] = gates.key_factor[0] * gates.key_norm[0]
+            gates.row_factor[0] = gates.row_factor[0] * gates.key_norm[0]
+            if place.is_transition:
+                gates.value_factor[0] = gates.value_factor[0] * gates.key_norm[0]
         gates.keep[0] = T.exp2(gates.last[0])
         gates.decayed[0] = gates.decayed[0] * gates.keep[0]
-        if chunk + 1 < place.chunks:
-            fetch_gates(place, chunk + 1, token, inputs, gates)
         T.barrier_wait(barriers.inputs_free[stage], (chunk // config.stages + 1) % 2)
         tiles.key_factor[stage, token] = gates.key_factor[0]
         tiles.value_factor[stage, token] = gates.value_factor[0]
@@ -331,6 +323,97 @@ def summary_gate_warps(config, place, token, inputs, tiles, barriers, gates):
         arrive_warp(barriers.inputs_ready, stage)
     if place.is_transition and token == 0:
         inputs.decays[place.segment - 1, place.batch, place.head] = gates.decayed[0]
+
+
+@T.macro
+def summary_cta(config, place, inputs, hooks):
+    """Everything one CTA does: its memory, its barriers, its roles."""
+    stages = config.stages
+    operand, fp32 = config.dtype, "float32"
+    tiles = SimpleNamespace(
+        k=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
+        values=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),  # V, or K of a transition
+        a=T.alloc_shared((stages, CHUNK, CHUNK), operand),
+        w=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
+        key_factor=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),
+        value_factor=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),
+        decay=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),  # exp(g_last - g)
+        keep=T.alloc_shared((stages,), fp32, scope="shared"),  # gamma_last
+    )
+    barriers = SimpleNamespace(
+        inputs_landed=T.alloc_barrier([WARP] * stages),  # by the producer warp and its TMA
+        inputs_ready=T.alloc_barrier([GATE_WARPS] * stages),  # landed, and factors written
+        prepared=T.alloc_barrier([WARPS_PER_GROUP] * stages),  # by the preparing group
+        inputs_free=T.alloc_barrier([STATE_WARPS] * stages),  # by the state groups
+    )
+    chain = SimpleNamespace(
+        state=[T.alloc_fragment((HEAD_DIM, TILE), fp32) for _ in DK_HALVES],
+        state_operand=[T.alloc_fragment((HEAD_DIM, TILE), operand) for _ in DK_HALVES],
+        x=T.alloc_fragment((HEAD_DIM, CHUNK), fp32),
+        x_operand=T.alloc_fragment((HEAD_DIM, CHUNK), operand),
+    )
+    beside = SimpleNamespace(
+        a=T.alloc_fragment((CHUNK, CHUNK), operand),
+        decayed=T.alloc_fragment((CHUNK, CHUNK), fp32),
+        key_weights=T.alloc_fragment((CHUNK, CHUNK), operand),
+        w=[T.alloc_fragment((CHUNK, TILE), fp32) for _ in DK_HALVES],
+    )
+    gates = SimpleNamespace(
+        **{
+            name: T.alloc_local((1,), fp32)
+            for name in (
+                "gate",
+                "last",
+                "beta",
+                "key_factor",
+                "value_factor",
+                "row_factor",
+                "keep",
+                "decayed",
+                *("key_norm",) * config.l2norm,
+            )
+        }
+    )
+    thread = T.get_thread_binding()
+
+    if thread < PREPARE_START:
+        T.set_max_nreg(config.registers[0], 1)
+        summary_state_role(config, place, inputs, hooks, tiles, barriers, chain)
+    elif thread < PRODUCER_START:
+        T.set_max_nreg(config.registers[1], 1)
+        prepare_role(config, place, tiles, barriers, beside)
+    else:
+        T.set_max_nreg(config.registers[2], 0)
+        if thread < PRODUCER_START + WARP:
+            summary_producer_warp(config, place, inputs, tiles, barriers)
+        elif thread >= GATE_START:
+            summary_gate_warps(
+                config, place, thread - GATE_START, inputs, hooks, tiles, barriers, gates
+            )
+
+
+@T.macro
+def load_state(config, place, inputs, registers):
+    """The state that a segment's N or D begins with: the first one's is the sequence's."""
+    for half in DK_HALVES:
+        T.clear(registers.state[half])
+    if config.use_initial_state and place.segment == 0:
+        for half in DK_HALVES:
+            for i, j in T.Parallel(HEAD_DIM, TILE):
+                registers.state[half][i, j] = inputs.initial_state[
+                    place.batch, place.head, half * TILE + j, i
+                ]
+
+
+@T.macro
+def fetch_gates(config, place, chunk, token, inputs, gates):
+    first = place.first + chunk * CHUNK
+    gates.gate[0] = inputs.g[place.batch, first + token, place.head] * LOG2_E
+    gates.last[0] = inputs.g[place.batch, first + CHUNK - 1, place.head] * LOG2_E
+    gates.beta[0] = inputs.beta[place.batch, first + token, place.head]
+
+
+HOOKS = SimpleNamespace(load_state=load_state, fetch_gates=fetch_gates)
 
 
 def summary_kernel(config: SummaryConfig):
@@ -349,7 +432,7 @@ def summary_kernel(config: SummaryConfig):
     """
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
     boundaries, middle = T.dynamic("boundaries"), T.dynamic("middle")
-    heads_q, heads_v, stages = config.heads_q, config.heads_v, config.stages
+    heads_q, heads_v = config.heads_q, config.heads_v
     state_shape = (batch, heads_v, HEAD_DIM, HEAD_DIM)
     transition_shape = (middle, *state_shape)
     bf16, fp32 = "bfloat16", "float32"
@@ -394,65 +477,7 @@ def summary_kernel(config: SummaryConfig):
                 first=(part + 1) // 2 * chunks_per_segment * CHUNK,
                 chunks=chunks_per_segment,
             )
-            tiles = SimpleNamespace(
-                k=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),
-                values=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),  # V, or K of a transition
-                a=T.alloc_shared((stages, CHUNK, CHUNK), bf16),
-                w=T.alloc_shared((stages, CHUNK, HEAD_DIM), bf16),
-                key_factor=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),
-                value_factor=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),
-                decay=T.alloc_shared((stages, CHUNK), fp32, scope="shared"),  # exp(g_last - g)
-                keep=T.alloc_shared((stages,), fp32, scope="shared"),  # gamma_last
-            )
-            barriers = SimpleNamespace(
-                inputs_landed=T.alloc_barrier([WARP] * stages),  # by the producer warp and its TMA
-                inputs_ready=T.alloc_barrier([GATE_WARPS] * stages),  # landed, and factors written
-                prepared=T.alloc_barrier([WARPS_PER_GROUP] * stages),  # by the preparing group
-                inputs_free=T.alloc_barrier([STATE_WARPS] * stages),  # by the state groups
-            )
-            chain = SimpleNamespace(
-                state=[T.alloc_fragment((HEAD_DIM, TILE), fp32) for _ in DK_HALVES],
-                state_bf16=[T.alloc_fragment((HEAD_DIM, TILE), bf16) for _ in DK_HALVES],
-                x=T.alloc_fragment((HEAD_DIM, CHUNK), fp32),
-                x_bf16=T.alloc_fragment((HEAD_DIM, CHUNK), bf16),
-            )
-            beside = SimpleNamespace(
-                a=T.alloc_fragment((CHUNK, CHUNK), bf16),
-                decayed=T.alloc_fragment((CHUNK, CHUNK), fp32),
-                key_weights=T.alloc_fragment((CHUNK, CHUNK), bf16),
-                w=[T.alloc_fragment((CHUNK, TILE), fp32) for _ in DK_HALVES],
-            )
-            gates = SimpleNamespace(
-                **{
-                    name: T.alloc_local((1,), fp32)
-                    for name in (
-                        "gate",
-                        "last",
-                        "beta",
-                        "key_factor",
-                        "value_factor",
-                        "row_factor",
-                        "keep",
-                        "decayed",
-                    )
-                }
-            )
-            thread = T.get_thread_binding()
-
-            if thread < PREPARE_START:
-                T.set_max_nreg(config.registers[0], 1)
-                summary_state_role(config, place, inputs, tiles, barriers, chain)
-            elif thread < PRODUCER_START:
-                T.set_max_nreg(config.registers[1], 1)
-                prepare_role(config, place, tiles, barriers, beside)
-            else:
-                T.set_max_nreg(config.registers[2], 0)
-                if thread < PRODUCER_START + WARP:
-                    summary_producer_warp(config, place, inputs, tiles, barriers)
-                elif thread >= GATE_START:
-                    summary_gate_warps(
-                        config, place, thread - GATE_START, inputs, tiles, barriers, gates
-                    )
+            summary_cta(config, place, inputs, HOOKS)
 
     return gdn_summary
 
