@@ -8,6 +8,7 @@ import contextlib
 import csv
 import functools
 import json
+import lzma
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -40,6 +41,8 @@ SLOPES = {
     "few": (("slope_short", 64), ("slope_long", 256)),
     "full": (("full_short", 32), ("wide_gva_state", 128)),
 }
+# CTAs of the shapes that rounds/ profiled at block_dv 64, which have 4 heads.
+PROFILED_CTAS = 8
 
 
 class NotRecordedError(LookupError):
@@ -186,6 +189,24 @@ class Derivations:
             if (variant, shape) not in times:
                 raise NotRecordedError(f"round {round_} has no {variant} on {shape}")
         return (times[variant, long] - times[variant, short]) / (more - fewer)
+
+    def wavefronts(self, round_: int, variant: str, chunks: int, operation: str = "") -> float:
+        """Shared-memory wavefronts of a CTA in a chunk, one a cycle, as ncu counts them.
+
+        chunks: of the profiled shape. operation: how the instructions counted begin, "" for all;
+        TMA is not among them.
+        """
+        path = self._folder / "rounds" / f"resident_round{round_}_{variant}.source.csv.xz"
+        if not path.is_file():
+            raise NotRecordedError(f"round {round_} has no profile of {variant}")
+        with lzma.open(path, "rt", encoding="utf-8", newline="") as handle:
+            next(handle)  # the kernel's name
+            total = sum(
+                float(row["L1 Wavefronts Shared"])
+                for row in csv.DictReader(handle)
+                if _opcode(row["Source"]).startswith(operation)
+            )
+        return total / (PROFILED_CTAS * chunks)
 
     # Shapes and floors
 
@@ -387,6 +408,11 @@ def _or_pending(value: Callable[[], float], decimals: int) -> str:
         return f"{value():.{decimals}f}"
     except NotRecordedError:
         return f"n.{'n' * decimals}"
+
+
+def _opcode(instruction: str) -> str:
+    """Of a line of SASS, its predicate left out."""
+    return re.sub(r"^@!?\w+\s+", "", instruction.strip())
 
 
 def _times(derive: Derivations) -> str:

@@ -11,12 +11,13 @@ import torch
 from test_operator import HQ, HV
 from test_operator_sweep import GPU_VARIANTS, Variant
 
-from gdn_prefill import operator_cuda
+from gdn_prefill import operator_forward
+from gdn_prefill.dispatch import PRODUCTS
 from gdn_prefill.kernels.preprocess import OperatorPreprocessConfig
-from gdn_prefill.kernels.preprocess_fused import PASS_CONFIGS as PREPROCESS_PASS_CONFIGS
-from gdn_prefill.kernels.preprocess_fused import operator_preprocess_kernel
-from gdn_prefill.kernels.resident_operator import PASS_CONFIGS, operator_kernel
-from gdn_prefill.specialisations import Specialisation
+from gdn_prefill.kernels.preprocess_fused import PASS_CONFIGS, operator_preprocess_kernel
+from gdn_prefill.operator_forward import NARROW_TILE
+from gdn_prefill.specialisations import THREE_SEGMENTS, Specialisation
+from gdn_prefill.split import CorePlan
 from gdn_prefill.variants import Usage, compile_variant, operator_variants
 
 FP32, BF16, FP16 = "float32", "bfloat16", "float16"
@@ -62,34 +63,35 @@ def of_variant(variant: Variant) -> tuple[Specialisation, ...]:
     final = None if variant.final == "none" else variant.final_dtype
     preprocess = OperatorPreprocessConfig(
         *variant.heads,
-        dtype=operator_cuda.dtype_name(variant.dtype),
+        dtype=operator_forward.dtype_name(variant.dtype),
         gate=gate,
-        gate_dtype=operator_cuda.dtype_name(variant.gate_dtype),
+        gate_dtype=operator_forward.dtype_name(variant.gate_dtype),
         dt_bias=gate == "raw" and not rest,
         beta="twice_sigmoid" if variant.beta == "twice" else variant.beta,
-        beta_dtype=operator_cuda.dtype_name(variant.beta_dtype),
+        beta_dtype=operator_forward.dtype_name(variant.beta_dtype),
         l2norm=variant.l2norm,
-        cu_seqlens=operator_cuda.dtype_name(variant.packed),
+        cu_seqlens=operator_forward.dtype_name(variant.packed),
     )
     kept = variant.kept_dtype if variant.kept else None
-    forward = operator_cuda.forward_config(
-        *variant.heads,
-        operator_cuda.NARROW_TILE,
-        variant.dtype,
-        variant.l2norm,
-        variant.packed is not None,
-        variant.initial,
-        final,
-        kept,
-        variant.v_first and any((variant.initial, final, kept)),
-    )
-    return (
-        Specialisation(
-            preprocess.name,
-            partial(operator_preprocess_kernel, preprocess),
-            dict(PREPROCESS_PASS_CONFIGS),
-        ),
-        Specialisation(forward.name, partial(operator_kernel, forward), dict(PASS_CONFIGS)),
+    plans = [CorePlan(NARROW_TILE)]
+    if operator_forward.may_cut(variant.packed is not None, variant.batch_invariant, bool(kept)):
+        plans.append(CorePlan(NARROW_TILE, THREE_SEGMENTS, PRODUCTS))
+    kernels = [operator_forward.Kernel(operator_preprocess_kernel, preprocess, PASS_CONFIGS)]
+    for plan in plans:
+        kernels += operator_forward.forward_kernels(
+            plan,
+            *variant.heads,
+            variant.dtype,
+            variant.l2norm,
+            variant.packed is not None,
+            variant.initial,
+            final,
+            kept,
+            variant.v_first,
+        ).values()
+    return tuple(
+        Specialisation(config.name, partial(factory, config), dict(pass_configs))
+        for factory, config, pass_configs in kernels
     )
 
 

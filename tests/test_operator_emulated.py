@@ -21,9 +21,17 @@ from test_operator_sweep import (
 
 pytest.importorskip("tilelang")
 
-from gdn_prefill import chunk_gated_delta_rule, operator, operator_cuda, preprocess, runtime
+from gdn_prefill import (
+    chunk_gated_delta_rule,
+    operator,
+    operator_cuda,
+    operator_forward,
+    preprocess,
+    runtime,
+)
 from gdn_prefill.kernels.resident_operator import OperatorConfig
 from gdn_prefill.runtime import Runtime
+from gdn_prefill.split import CorePlan, SegmentPlan
 from tile_emulator import Program, adversarial, emulate
 
 PLAIN = Variant(
@@ -78,12 +86,19 @@ def emulated(monkeypatch):
         return launch
 
     monkeypatch.setattr(runtime, "compile_launcher", compiled)
-    for module in (operator_cuda, preprocess):
+    for module in (operator_forward, preprocess):
         monkeypatch.setattr(module, "RUNTIME", layer)
+    for module in (operator_cuda, operator_forward, preprocess):
         monkeypatch.setattr(module, "sm_count", lambda _: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(operator, "implementation", lambda *_: operator_cuda.run_cuda)
     return layer
+
+
+def planned(monkeypatch, plan):
+    """All calls that are free to choose run by this plan."""
+    for module in (operator_cuda, operator_forward):
+        monkeypatch.setattr(module, "sequence_plan", lambda *_: plan)
 
 
 # Of lengths: no tokens, one, a tail that is almost a chunk, whole chunks. NaN are the neighbours.
@@ -160,12 +175,52 @@ def test_variants_of_the_gpu(emulated, number):
 
 @pytest.mark.parametrize("tile", [64, 128])
 def test_both_tiles(emulated, monkeypatch, tile):
-    monkeypatch.setattr(operator_cuda, "tile", lambda *_: tile)
+    planned(monkeypatch, CorePlan(tile))
     variant = replace(PLAIN, packed=INT32, initial=FP32, l2norm=True)
     check(variant, replace(DATA, lengths=(70, 0, 129), garbage=float("nan")), "cpu", "auto")
-    assert [c.block_dv for _, c in emulated.kernels._entries if isinstance(c, OperatorConfig)] == [
-        tile
-    ]
+    assert [config.block_dv for config in forward_configs(emulated)] == [tile]
+
+
+def forward_configs(layer):
+    return [config for _, config in layer.kernels._entries if isinstance(config, OperatorConfig)]
+
+
+SPLITS = {
+    "norms": replace(PLAIN, l2norm=True),
+    "from a pool": replace(PLAIN, initial=BF16, slots=INT64, final="buffer", v_first=True),
+    "fp16": replace(PLAIN, dtype=FP16, l2norm=True, initial=FP32, final="none"),
+}
+
+
+@pytest.mark.parametrize(("tile", "length"), [(64, 2), (64, 1), (128, 1)])
+@pytest.mark.parametrize("name", SPLITS)
+def test_split_over_time(emulated, monkeypatch, name, tile, length):
+    planned(monkeypatch, CorePlan(tile, SegmentPlan(4, length), 1))
+    data = replace(DATA, lengths=(220, 220), strength=0.06, padded_rows=True)
+    check(replace(SPLITS[name], heads=(1, 1)), data, "cpu", "auto")
+    assert [config.segmented for config in forward_configs(emulated)] == [True]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packed": INT32},
+        {"batch_invariant": True},
+        {"kept": "h"},
+        {"initial": FP32, "final": "in place"},
+    ],
+)
+def test_what_is_never_split(emulated, changes):
+    variant = replace(PLAIN, heads=(1, 1), **changes)
+    check(variant, replace(DATA, lengths=(5000,), strength=0.06), "cpu", "auto")
+    assert [config.segmented for config in forward_configs(emulated)] == [False]
+
+
+def test_a_long_sequence_is_split(emulated):
+    check(
+        replace(PLAIN, heads=(1, 1)), replace(DATA, lengths=(5000,), strength=0.06), "cpu", "auto"
+    )
+    assert [config.segmented for config in forward_configs(emulated)] == [True]
 
 
 @pytest.mark.parametrize(("tile", "kept"), [(64, None), (64, "h"), (128, None)])
@@ -175,7 +230,7 @@ def test_every_schedule(emulated, monkeypatch, tile, kept):
         "priority:0",
         *adversarial(program.roles),
     )
-    monkeypatch.setattr(operator_cuda, "tile", lambda *_: tile)
+    planned(monkeypatch, CorePlan(tile))
     variant = replace(PLAIN, heads=(1, 1), packed=INT32, initial=FP32, l2norm=True, kept=kept)
     data = replace(DATA, lengths=(65, 0, 330), garbage=float("nan"), surplus=1)
     check(variant, data, "cpu", "auto")

@@ -38,7 +38,8 @@ class StandIn:
         k, g, beta, A, gate, beta_out = operands
         cu_seqlens = named["cu_seqlens"]
         parameters = [named[name] for name in ("A_log", "dt_bias") if named[name] is not None]
-        assert all(t.is_contiguous() for t in (k, g, beta, *parameters))
+        assert all(t.is_contiguous() for t in (g, beta, *parameters))
+        assert preprocess.strides_allowed(k)
         assert all(t.dtype == torch.float32 for t in parameters)
         for table in (A, gate, beta_out, named["query_norm"], named["key_norm"]):
             if table is not None:
@@ -47,10 +48,12 @@ class StandIn:
 
     def forward(
         self, q, k, v, gate, beta, A, query_norm, key_norm, cu_seqlens, initial_state,
-        initial_rows, output, final_state, final_rows, states, states_starts, *,
+        initial_rows, output, final_state, final_rows, states, states_starts, workspace, *,
         scale, states_every, states_before, state_v_first, batch_invariant,
     ):  # fmt: skip
         self.launches.append("forward")
+        self.read = [x.data_ptr() for x in (q, k, v)]
+        self.strides = [x.stride() for x in (q, k, v)]
         B, T, Hv, _ = v.shape
         for table, shape in ((gate, (B, Hv, T)), (beta, (B, Hv, T)), (A, (B, T, Hv, 64))):
             assert table.shape == shape and (table == 1).all()
@@ -100,6 +103,7 @@ def standin(monkeypatch):
     monkeypatch.setattr(preprocess, "prepare_operator", it.prepare)
     monkeypatch.setattr(operator_cuda, "launch_forward", it.forward)
     monkeypatch.setattr(operator_cuda, "unsupported", lambda x, options: None)
+    monkeypatch.setattr(operator_cuda, "sm_count", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(plans, "implementation", lambda backend, device: operator_cuda.run_cuda)
     monkeypatch.setattr(plans, "record", it.record)
@@ -173,12 +177,30 @@ def test_the_launches_get_what_they_need(standin, name):
             torch.testing.assert_close(ours[key], theirs[key])
 
 
-def test_views_are_copied_before_the_launches(standin):
+def test_views_of_a_projection_are_read_where_they_are(standin):
     q, k, v, g, beta = tokens(100)
-    wide = torch.cat((q, k), dim=2)
-    q, k = wide.split(HQ, dim=2)
+    wide = torch.cat((q, k, v), dim=2)
+    q, k, v = wide.split((HQ, HQ, HV), dim=2)
     output, _ = chunk_gated_delta_rule(q, k, v, g, beta, backend="cuda")
+    assert standin.read == [x.data_ptr() for x in (q, k, v)]
     assert torch.equal(output, chunk_gated_delta_rule(*tokens(100), backend="cuda")[0])
+    plan = gdn_prefill.plan(HQ, HV, 100)
+    assert torch.equal(plan.run(q, k, v, g, beta)[0], output)
+
+
+def test_other_views_are_copied_before_the_launches(standin):
+    q, k, v, g, beta = tokens(100)
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    output, _ = chunk_gated_delta_rule(q, k, v, g, beta, backend="cuda")
+    assert [a == x.data_ptr() for a, x in zip(standin.read, (q, k, v), strict=True)] == [1, 0, 0]
+    assert torch.equal(output, chunk_gated_delta_rule(*tokens(100), backend="cuda")[0])
+
+
+def test_a_single_token_of_a_longer_row_has_usual_strides_at_the_launches(standin):
+    q, k, v, g, beta = (x[:, :1] for x in tokens(100))
+    output, _ = chunk_gated_delta_rule(q, k, v, g, beta, backend="cuda")
+    assert output.shape == v.shape
+    assert standin.strides[:3] == [(h * 128, h * 128, 128, 1) for h in (HQ, HQ, HV)]
 
 
 def test_a_plan_checks_once_captures_once_and_replays(standin):

@@ -13,7 +13,7 @@ from gdn_prefill.variants import USAGES, Usage, operator_variants
 
 def test_variants_are_bounded_and_unique():
     names = [item.name for item in operator_variants([(2, 8), (4, 4)], ("bfloat16", torch.float16))]
-    assert len(set(names)) == len(names) <= 2 * 2 * len(USAGES) * 3
+    assert len(set(names)) == len(names) <= 2 * 2 * len(USAGES) * 7
     assert {n for n in names if "hq2_hv8" in n} and {n for n in names if "hq4_hv4" in n}
     again = operator_variants([(2, 8), (2, 8)], ("bfloat16",), [Usage(), Usage()])
     assert len(again) == len(operator_variants([(2, 8)], ("bfloat16",), [Usage()]))

@@ -81,7 +81,9 @@ class Plan:
         self.shape, self.options, self.dtype, self.device = shape, options, dtype, device
         self._execute = implementation(backend, device)
         self.on_gpu = self._execute is run_cuda
-        self.specification: Specification = workspaces(shape, options, dtype) if self.on_gpu else {}
+        self.specification: Specification = (
+            workspaces(shape, options, dtype, device) if self.on_gpu else {}
+        )
         self.workspace = new_workspace(self.specification, device)
         self._owned: dict[str, Tensor] = {}
         self._calls = BoundedCache(CALL_CAPACITY)

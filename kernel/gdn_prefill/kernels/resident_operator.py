@@ -418,13 +418,24 @@ def tokens_from(config, cu_seqlens, sequence, cu_step, begin, tokens, chunks_per
     return T.min(tokens - begin, chunks_per_segment * CHUNK) if config.segmented else tokens
 
 
+def vectors(name, batch, tokens, heads, dtype):
+    """Parameter [batch, tokens, heads, 128] whose tokens may lie any stride apart, such as a view
+    of one projection of all of q, k and v.
+    """
+    stride = T.dynamic(f"{name}_stride", "int64")
+    return T.StridedTensor(
+        (batch, tokens, heads, HEAD_DIM), (tokens * stride, stride, HEAD_DIM, 1), dtype
+    )
+
+
 def operator_kernel(config: OperatorConfig):
     """Build the operator's forward kernel as a TileLang PrimFunc.
 
     Arguments of the PrimFunc; what the configuration does not have is a one-element dummy, fp32 or
     of the dtype given here, and B, T and all numbers of rows are dynamic:
 
-        q, k [B, T, Hq, 128], v [B, T, Hv, 128], A [B, T, Hv, 64] of config.dtype
+        q, k [B, T, Hq, 128], v [B, T, Hv, 128], tokens apart by any stride, A [B, T, Hv, 64], all
+            of config.dtype
         gate, beta [B, Hv, T], query_norm, key_norm [B, Hq, T] fp32
         cu_seqlens [cu_step (N + 1)] int32
         initial_state, final_state, kept_states [rows, Hv, 128, 128], rows apart by any stride
@@ -462,9 +473,9 @@ def operator_kernel(config: OperatorConfig):
 
     @T.prim_func
     def gdn_operator_forward(
-        q: T.Tensor((d.batch, d.tokens, heads_q, HEAD_DIM), config.dtype),
-        k: T.Tensor((d.batch, d.tokens, heads_q, HEAD_DIM), config.dtype),
-        v: T.Tensor((d.batch, d.tokens, heads_v, HEAD_DIM), config.dtype),
+        q: vectors("query", d.batch, d.tokens, heads_q, config.dtype),
+        k: vectors("key", d.batch, d.tokens, heads_q, config.dtype),
+        v: vectors("value", d.batch, d.tokens, heads_v, config.dtype),
         gate: T.Tensor((d.batch, heads_v, d.tokens), fp32),
         beta: T.Tensor((d.batch, heads_v, d.tokens), fp32),
         A: T.Tensor((d.batch, d.tokens, heads_v, CHUNK), config.dtype),

@@ -18,7 +18,14 @@ import tilelang
 import tilelang.language as T
 
 from . import split
-from .resident_operator import DTYPES, SHORT, STATE_DTYPES, load_initial_state, pool
+from .resident_operator import (
+    DTYPES,
+    SHORT,
+    STATE_DTYPES,
+    load_initial_state,
+    pool,
+    vectors,
+)
 from .split import CHUNK, DK_HALVES, HEAD_DIM, LOG2_E, SUMMARY_THREADS, SummaryConfig, summary_cta
 
 # Every index is within its tensor as it is written.
@@ -105,8 +112,8 @@ def operator_summary_kernel(config: OperatorSummaryConfig):
 
     @T.prim_func
     def gdn_operator_summary(
-        k: T.Tensor((batch, tokens, heads_q, HEAD_DIM), config.dtype),
-        v: T.Tensor((batch, tokens, heads_v, HEAD_DIM), config.dtype),
+        k: vectors("key", batch, tokens, heads_q, config.dtype),
+        v: vectors("value", batch, tokens, heads_v, config.dtype),
         A: T.Tensor((batch, tokens, heads_v, CHUNK), config.dtype),
         gate: T.Tensor((batch, heads_v, tokens), fp32),
         beta: T.Tensor((batch, heads_v, tokens), fp32),

@@ -1,0 +1,301 @@
+"""Stage two of the operator: which kernels run a call, and their launches.
+
+A dense call with few states is split over time where the cost model says that it pays, in three
+launches more; a packed one never is, nor one that keeps states along the way, or whose bits must
+not depend on the other sequences.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .dispatch import PRODUCTS, TILES, core_plan
+from .runtime import RUNTIME, sm_count
+from .split import CorePlan
+from .validation import CHUNK
+
+if TYPE_CHECKING:
+    from .specialisations import Specialisation
+    from .variants import Usage
+
+# The tile of calls whose bits must not depend on what else is in the batch, and of those that keep
+# states along the way, which wait for memory more than for the chain.
+NARROW_TILE = 64
+
+
+def launch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    initial_rows: Tensor | None,
+    output: Tensor,
+    final_state: Tensor | None,
+    final_rows: Tensor | None,
+    states: Tensor | None,
+    states_starts: Tensor | None,
+    workspace: Mapping[str, Tensor],
+    *,
+    scale: float,
+    states_every: int,
+    states_before: bool,
+    state_v_first: bool,
+    batch_invariant: bool,
+) -> None:
+    """Stage 2: one walk over the chunks of every sequence and V head, on the current stream.
+
+    Args:
+        q, k, v: [B, T, Hq or Hv, 128], one dtype, bf16 or fp16.
+        gate, beta: [B, Hv, T] fp32 and A: [B, T, Hv, 64] as prepare_operator wrote them; the gate
+            is summed within the chunks of its sequence.
+        query_norm, key_norm: [B, Hq, T] fp32 factors of the rows of q and k, or None.
+        cu_seqlens: [N + 1] int32 or int64, or None: N = B sequences of T tokens.
+        initial_state: [rows, Hv, 128, 128] fp32, bf16 or fp16, rows apart by stride(0), or None.
+        initial_rows: [N] int32 or int64 row of each sequence, below 0 for zeros; None: row n.
+        output: [B, T, Hv, 128] like v.
+        final_state, final_rows: the same for what is written, below 0 writes nothing.
+        states: [rows, Hv, 128, 128] or None; states_starts: [N + 1] int64 or int32, each
+            sequence's first row there; rows past the end of `states` are dropped.
+        workspace: what a split over time needs between its launches, by the names of
+            CorePlan.workspaces().
+        scale: factor of the output.
+        states_every, states_before: keep the state before the chunks that start at multiples of
+            this many tokens, in row start + i, or else after each full so many, in
+            row start + i - 1.
+        state_v_first: all states are [dv, dk].
+        batch_invariant: no choice may depend on the other sequences.
+
+    An empty sequence's state is copied, and left alone where both states are the same memory.
+    """
+    B, T, heads_q, _ = q.shape
+    heads_v = v.shape[2]
+    sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    # A pool without rows holds no state.
+    initial_state, final_state, states = (
+        tensor if tensor is not None and tensor.shape[0] else None
+        for tensor in (initial_state, final_state, states)
+    )
+    in_place = (
+        initial_state is not None
+        and final_state is not None
+        and initial_state.data_ptr() == final_state.data_ptr()
+    )
+    plan = CorePlan(NARROW_TILE)
+    if not (batch_invariant or states_every):
+        # In place the last segment's CTA would write what the first one's reads.
+        cut = not in_place and may_cut(cu_seqlens is not None, batch_invariant, False)
+        plan = sequence_plan(sequences, B * T, heads_q, heads_v, sm_count(q.device), cut)
+    kernels = forward_kernels(
+        plan,
+        heads_q,
+        heads_v,
+        q.dtype,
+        query_norm is not None,
+        cu_seqlens is not None,
+        *(None if s is None else s.dtype for s in (initial_state, final_state, states)),
+        state_v_first,
+    )
+    launchers = {name: RUNTIME.kernel(*kernel) for name, kernel in kernels.items()}
+    absent = gate.view(-1)[:1]
+    (bounds, bounds_step), (reads, reads_step), (writes, writes_step), (starts, starts_step) = (
+        words(numbers, absent)
+        for numbers in (
+            cu_seqlens,
+            initial_rows,
+            final_rows,
+            states_starts if states is not None else None,
+        )
+    )
+    same_rows = address(initial_rows) == address(final_rows)
+    initial_state, final_state, states, query_norm, key_norm = (
+        absent if tensor is None else tensor
+        for tensor in (initial_state, final_state, states, query_norm, key_norm)
+    )
+    segment_states, length = absent, 0
+    if plan.cut is not None:
+        length = plan.cut.chunks_per_segment
+        segment_states, transitions, residuals, decays = (
+            workspace[name] for name in ("states", "transitions", "residuals", "decays")
+        )
+        between = (segment_states, transitions, residuals, decays)
+        launchers["summary"](
+            k, v, A, gate, beta, key_norm, initial_state, reads, *between, reads_step, length
+        )
+        if "scan" in launchers:
+            launchers["scan"](*between)
+    launchers["forward"](
+        q,
+        k,
+        v,
+        gate,
+        beta,
+        A,
+        query_norm,
+        key_norm,
+        bounds,
+        initial_state,
+        reads,
+        segment_states,
+        output,
+        final_state,
+        writes,
+        states,
+        starts,
+        scale,
+        kernels["forward"].config.flush_limit(batch_invariant),
+        sequences,
+        bounds_step,
+        reads_step,
+        writes_step,
+        starts_step,
+        int(in_place and same_rows),
+        states_every // CHUNK,
+        int(not states_before),
+        length,
+    )
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def words(numbers: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
+    """Integers as 32-bit words, and how many words apart they are: 0 where there are none.
+
+    The low word of an int64 is the number, also of a negative one, as all are small.
+    """
+    if numbers is None:
+        return absent.view(torch.int32), 0
+    if numbers.dtype == torch.int32:
+        return numbers, 1
+    return numbers.view(torch.int32), 2
+
+
+def may_cut(packed: bool, batch_invariant: bool, keeps_states: bool) -> bool:
+    """Whether such calls are split over time where it pays."""
+    return not (packed or batch_invariant or keeps_states)
+
+
+@functools.lru_cache(maxsize=1024)
+def sequence_plan(
+    sequences: int, tokens: int, heads_q: int, heads_v: int, sm_count: int, cut: bool
+) -> CorePlan:
+    """The plan for so many sequences with so many tokens all together; cut: it may be a split."""
+    mean = max(1, tokens // sequences)
+    split = "auto" if cut else False
+    return core_plan(sequences, mean, heads_q, heads_v, sm_count, split=split)
+
+
+class Kernel(NamedTuple):
+    """The arguments of RUNTIME.kernel."""
+
+    factory: Callable[[Any], Any]
+    config: Any
+    pass_configs: Mapping
+
+
+@functools.lru_cache(maxsize=256)
+def forward_kernels(
+    plan: CorePlan,
+    heads_q: int,
+    heads_v: int,
+    dtype: torch.dtype,
+    l2norm: bool,
+    packed: bool,
+    initial_state: torch.dtype | None,
+    final_state: torch.dtype | None,
+    kept_states: torch.dtype | None,
+    state_v_first: bool,
+) -> dict[str, Kernel]:
+    """What serves such a call in the order of the launches: "summary" and maybe "scan" of a split,
+    and "forward".
+    """
+    from .kernels import resident_operator, split, split_operator
+
+    kernels = {}
+    if plan.cut is not None:
+        summary = split_operator.OperatorSummaryConfig(
+            heads_q,
+            heads_v,
+            residual=plan.products == 3,
+            dtype=dtype_name(dtype),
+            l2norm=l2norm,
+            initial_state=dtype_name(initial_state),
+            state_v_first=state_v_first and initial_state is not None,
+        )
+        kernels["summary"] = Kernel(
+            split_operator.operator_summary_kernel, summary, split_operator.PASS_CONFIGS
+        )
+        if plan.cut.scan_steps:
+            scan = split.ScanConfig(heads_v, plan.products)
+            kernels["scan"] = Kernel(split.scan_kernel, scan, split.PASS_CONFIGS)
+    states = (initial_state, final_state, kept_states)
+    forward = resident_operator.OperatorConfig(
+        heads_q,
+        heads_v,
+        plan.block_dv,
+        dtype=dtype_name(dtype),
+        l2norm=l2norm,
+        packed=packed,
+        initial_state=dtype_name(initial_state),
+        final_state=dtype_name(final_state),
+        kept_states=dtype_name(kept_states),
+        state_v_first=state_v_first and any(states),
+        segmented=plan.cut is not None,
+    )
+    kernels["forward"] = Kernel(
+        resident_operator.operator_kernel, forward, resident_operator.PASS_CONFIGS
+    )
+    return kernels
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """TileLang's name of a dtype."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def forward_specialisations(
+    heads_q: int, heads_v: int, dtype: str, usage: Usage
+) -> tuple[Specialisation, ...]:
+    """The kernels that launch_forward may launch for such calls, whatever their sizes."""
+    from .specialisations import THREE_SEGMENTS, Specialisation
+
+    packed = usage.cu_seqlens is not None
+    kept = (usage.final_state or "float32") if usage.kept_states else None
+    plans = [CorePlan(NARROW_TILE)]
+    if not usage.batch_invariant and kept is None:
+        plans = [CorePlan(tile) for tile in TILES]
+    if may_cut(packed, usage.batch_invariant, kept is not None):
+        plans += [CorePlan(tile, THREE_SEGMENTS, PRODUCTS) for tile in TILES]
+    found = {}
+    for plan in plans:
+        kernels = forward_kernels(
+            plan,
+            heads_q,
+            heads_v,
+            getattr(torch, dtype),
+            usage.l2norm,
+            packed,
+            *(
+                None if name is None else getattr(torch, name)
+                for name in (usage.initial_state, usage.final_state, kept)
+            ),
+            usage.state_v_first,
+        )
+        for factory, config, pass_configs in kernels.values():
+            found[config.name] = Specialisation(
+                config.name, partial(factory, config), dict(pass_configs)
+            )
+    return tuple(found.values())
