@@ -1,6 +1,7 @@
 """Numbers in documents: what a marker means, what is rewritten, and what is derived from what."""
 
 import json
+import lzma
 
 import pytest
 
@@ -294,3 +295,17 @@ def test_slopes_leave_the_fixed_costs_out(recorded, tmp_path):
     for missing in ((4,), (3, "dv128")):
         with pytest.raises(NotRecordedError):
             recorded.slope(*missing)
+
+
+def test_wavefronts_are_those_of_a_chunk_by_how_the_instruction_begins(recorded, tmp_path):
+    folder = tmp_path / "gpu" / "rounds"
+    folder.mkdir()
+    lines = ["    LDS.128 R4, [R2]", "    @!P0 STS [R2], R4", "  LDSM.16.M88.4 R4, [R2]"]
+    rows = "".join(f'"{line}","{160 << n}"\n' for n, line in enumerate(lines))
+    with lzma.open(folder / "resident_round8_x.source.csv.xz", "wt") as file:
+        file.write('"Kernel Name","k",\n"Source","L1 Wavefronts Shared"\n' + rows)
+    assert recorded.wavefronts(8, "x", 10) == 14.0  # 8 CTAs
+    assert recorded.wavefronts(8, "x", 10, "LDS") == 10.0
+    assert recorded.wavefronts(8, "x", 10, "ST") == 4.0
+    with pytest.raises(NotRecordedError, match="no profile of y"):
+        recorded.wavefronts(8, "y", 10)
