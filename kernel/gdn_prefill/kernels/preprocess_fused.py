@@ -35,6 +35,7 @@ Two entries share this: ``fused_preprocess_kernel`` for the lab's g_cumsum and A
 from types import SimpleNamespace
 
 import tilelang
+import tilelang.cuda.language as TC
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout, make_linear_layout
 
@@ -845,6 +846,7 @@ def fused_preprocess_kernel(config: PreprocessConfig):
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as (block,):
+            TC.pdl_trigger()  # the forward kernel waits for this one's end by itself
             inputs = SimpleNamespace(k=k, g=g, beta=beta)
             outputs = SimpleNamespace(A=A, sums=g_cumsum)
             preprocess_items(plain, inputs, outputs, batch, tokens, 0, block, ctas)
@@ -899,6 +901,7 @@ def operator_preprocess_kernel(config: OperatorPreprocessConfig):
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as (block,):
+            TC.pdl_trigger()
             if config.strided and config.l2norm:
                 T.assume(q.strides[1] % VECTOR == 0)
             inputs = SimpleNamespace(

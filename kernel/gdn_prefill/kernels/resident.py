@@ -914,6 +914,7 @@ def run_roles(config, place, scale, inputs, hooks, memory):
 @T.macro
 def resident_cta(config, place, scale, inputs, hooks):
     """Everything one CTA does: its memory, its barriers, its roles."""
+    TC.pdl_sync()  # launched before the launch that it reads from has ended
     dv, stages, groups = config.block_dv, config.stages, config.state_groups
     operand, fp32 = config.dtype, "float32"
     tiles = SimpleNamespace(

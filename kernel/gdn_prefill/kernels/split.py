@@ -328,6 +328,8 @@ def summary_gate_warps(config, place, token, inputs, hooks, tiles, barriers, gat
 @T.macro
 def summary_cta(config, place, inputs, hooks):
     """Everything one CTA does: its memory, its barriers, its roles."""
+    TC.pdl_trigger()  # the launches that follow wait for this one's end by themselves
+    TC.pdl_sync()
     stages = config.stages
     operand, fp32 = config.dtype, "float32"
     tiles = SimpleNamespace(
@@ -620,6 +622,8 @@ def scan_kernel(config: ScanConfig):
             head,
             sequence,
         ):
+            TC.pdl_trigger()
+            TC.pdl_sync()
             inputs = SimpleNamespace(
                 states=states, transitions=transitions, residuals=residuals, decays=decays
             )
