@@ -76,12 +76,16 @@ FULL_SHAPES = ("full_short", "wide_gva_state")
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """settings: other than ResidentConfig's defaults. bare: without the state group's fences."""
+    """settings: other than ResidentConfig's defaults. bare: without the state group's fences.
+
+    version: a register-resident kernel of the ladder, in place of the shipped one with settings.
+    """
 
     name: str
     settings: dict
     shapes: tuple[str, ...]
     bare: bool = False
+    version: str | None = None
 
 
 VARIANTS = {
@@ -91,6 +95,8 @@ VARIANTS = {
         Variant("dv64_rolled", {"unrolled": False}, (*CHAIN_SHAPES, *FULL_SHAPES)),
         Variant("dv128", {"block_dv": 128}, FULL_SHAPES),
         Variant("dv128_bare", {"block_dv": 128}, FULL_SHAPES, bare=True),
+        Variant("groups", {}, (*CHAIN_SHAPES, *FULL_SHAPES), version="prepared_groups"),
+        Variant("fused", {}, (*CHAIN_SHAPES, *FULL_SHAPES), version="prepared_fused"),
     )
 }
 
@@ -108,11 +114,20 @@ CHECKS = (
 EXACT_GATES = ("decay", "mixed")  # those whose every element must be within TOLERANCE
 
 
-def configuration(variant: Variant, heads: tuple[int, int, bool]):
-    from gdn_prefill.kernels.resident import ResidentConfig
-
+def built(variant: Variant, heads: tuple[int, int, bool]):
+    """PrimFunc and pass configs; all take the arguments of Call."""
     heads_q, heads_v, initial_state = heads
-    return ResidentConfig(heads_q, heads_v, use_initial_state=initial_state, **variant.settings)
+    if variant.version is not None:
+        from gdn_ladder import LadderShape, kernels_of
+
+        shape = LadderShape(1, CHUNK, heads_q, heads_v, initial_state)
+        ((kernel, config),) = kernels_of(variant.version, shape)
+        return kernel.build(config), kernel.pass_configs
+
+    from gdn_prefill.kernels.resident import PASS_CONFIGS, ResidentConfig, resident_kernel
+
+    config = ResidentConfig(heads_q, heads_v, use_initial_state=initial_state, **variant.settings)
+    return resident_kernel(config), PASS_CONFIGS
 
 
 def specialisations(variant: Variant) -> list[tuple[int, int, bool]]:
@@ -131,15 +146,14 @@ def without_state_fences(source: str) -> str:
 def compiled(variant: Variant, heads: tuple[int, int, bool]):
     import tvm_ffi
 
-    from gdn_prefill.kernels.resident import PASS_CONFIGS, resident_kernel
     from gdn_prefill.toolchain import compile_for_hopper
 
     def postprocess(source, _target):
-        bare = variant.bare and "gdn_resident" in source and "warpgroup_reg_" in source
+        bare = variant.bare and "gdn_forward_resident" in source and "warpgroup_reg_" in source
         return without_state_fences(source) if bare else source
 
     tvm_ffi.register_global_func("tilelang_callback_cuda_postproc", f=postprocess, override=True)
-    return compile_for_hopper(resident_kernel(configuration(variant, heads)), PASS_CONFIGS)
+    return compile_for_hopper(*built(variant, heads))
 
 
 # --- worker

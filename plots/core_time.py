@@ -33,7 +33,7 @@ def draw(recorded: Recorded) -> Figure:
         title(measured[first], measured[last], first, last),
         f"core · {provenance(recorded, PROTOCOL, rows)}; filled: kept, hollow: rejected",
     )
-    panels = sheet.grid(columns=len(LONG_CASES), left=0.8, right=0.25, top=0.35, wspace=0.09)
+    panels = sheet.grid(columns=len(LONG_CASES), left=1.15, right=0.25, top=0.35, wspace=0.09)
     for place, (axes, case) in enumerate(zip(panels, LONG_CASES, strict=True)):
         _panel(axes, case, measured)
         case_rows(axes, list(measured), labels=place == 0)

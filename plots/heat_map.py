@@ -39,7 +39,7 @@ def draw(recorded: Recorded) -> Figure:
         f"core · {provenance(recorded, PROTOCOL, rows)}; number: time over {REFERENCE}'s",
     )
     axes, scale = sheet.grid(
-        columns=2, left=0.8, right=0.75, top=0.65, bottom=0.15, wspace=0.04, width_ratios=(40, 1)
+        columns=2, left=1.15, right=0.75, top=0.65, bottom=0.15, wspace=0.04, width_ratios=(40, 1)
     )
     limit = max(abs(math.log2(ratio)) for ratio in ratios.values()) or 1.0
     norm = Normalize(-limit, limit)

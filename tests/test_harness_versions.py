@@ -212,4 +212,4 @@ def test_the_table_as_data():
 
 def test_the_command_prints_the_table(capsys):
     assert cli.main(["--versions-table"]) == 0
-    assert capsys.readouterr().out.startswith("v1          pass")
+    assert capsys.readouterr().out.split()[:2] == ["v1", "pass"]

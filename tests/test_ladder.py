@@ -23,12 +23,14 @@ from gdn_ladder.early import EarlyConfig
 from gdn_ladder.families import CORE, FOUR_GROUP, Kernel, resolve
 from gdn_ladder.four_group_variants import FourGroupConfig
 from gdn_ladder.int8 import Int8Config
+from gdn_ladder.prepared_fused import FusedConfig
+from gdn_ladder.prepared_groups import GroupsConfig
 from gdn_ladder.segments import Split, split_time
 from gdn_prefill.split import CorePlan
 
 SOURCE_ORDER = ["v1", "v2", "v2b", "v3", "v4", "v5", "v6", "v7", "v9", "v9.5", "v10", "v11"]
 SOURCE_ORDER += ["v14", "v15", "v20", "v21", "scan", "w8a8"]
-OURS = ["four_group", "resident"]
+OURS = ["four_group", "resident", "prepared_groups", "prepared_fused"]
 KERNELS = [version for version in VERSIONS if isinstance(version.family, Kernel)]
 PUBLIC = {case.name: case for case in load_cases()}
 
@@ -146,7 +148,9 @@ def test_a_reason_goes_with_an_expected_failure_only():
         Version("x", "an idea", "a lesson", reason="because")
 
 
-@pytest.mark.parametrize("config", [EarlyConfig, FourGroupConfig, Int8Config])
+@pytest.mark.parametrize(
+    "config", [EarlyConfig, FourGroupConfig, Int8Config, GroupsConfig, FusedConfig]
+)
 @pytest.mark.parametrize("heads", [(0, 4), (3, 4), (4, 2), (2, 0)])
 def test_configs_refuse_heads_that_do_not_divide(config, heads):
     with pytest.raises(ValueError, match="heads_v"):

@@ -57,6 +57,17 @@ def test_spills_only_where_it_is_the_point(name):
     assert ctas * used.threads * used.registers <= REGISTERS_OF_AN_SM
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("name", ["prepared_groups", "prepared_fused"])
+def test_a_prepared_kernel_fits_the_machine(name):
+    """No spills, and ptxas has not serialised WGMMA (C7510 and following)."""
+    cost = resources(*lowered(name), sass=False)
+    assert cost.problems() == ()
+    ((_, config),) = kernels_of(name, WIDE)
+    assert cost.threads == config.threads
+    assert [change.registers for change in cost.setmaxnreg] == list(config.registers.values())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", available_versions())
 @pytest.mark.parametrize("case_name", ["short_tail_state", "parallel_equal", "parallel_gva"])

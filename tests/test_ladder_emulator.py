@@ -19,6 +19,8 @@ RIGHT = [
     if version.expected == "pass" and not isinstance(version.family, PackageRuntime)
 ]
 
+PREPARED = ["prepared_groups", "prepared_fused"]
+
 CASES = {
     "gva, batch, tail, state": Case("gva", 2, 200, 1, 4, True, "random_decay", 5e-3, 5e-3),
     "equal heads, one short chunk": Case("short", 1, 63, 4, 4, False, "mixed", 5e-3, 5e-3),
@@ -96,12 +98,24 @@ def test_other_schedules_give_the_same_bits(version, schedule):
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("version", ["v2b", "v7", "v11", "v20"])
+@pytest.mark.parametrize("version", ["v2b", "v7", "v11", "v20", *PREPARED])
 def test_strong_gates_do_not_overflow(version):
     problem = Problem(CASES["whole chunks, mixed gates"], gate_factor=400.0)
     assert float(problem.arguments[3].min()) < -500  # exp(-g) would be infinite
     result = forward(version, *problem.arguments, execute=emulated([]))
     assert problem.wrong(result) == (0, 0)
+
+
+@pytest.mark.parametrize("gate_factor", [0.0, 3.0, 12.0])
+@pytest.mark.parametrize("version", PREPARED)
+def test_prepared_kernels_keep_the_decay_outside_the_state(version, gate_factor):
+    """No decay; 15 bits of it a chunk, which pass one limit now and then; 60, around the other."""
+    case = Case("long", 1, 449, 1, 1, True, "random_decay", 5e-3, 5e-3)
+    problem, reports = Problem(case, gate_factor), []
+    result = forward(version, *problem.arguments, execute=emulated(reports, "random:3"))
+    assert reports[0].ok, reports[0]
+    for got, want in zip(result, (problem.output, problem.state), strict=True):
+        assert (got.double() - want).norm() < 5e-3 * want.norm()
 
 
 def test_v4_is_wrong_on_an_A_that_holds_the_gate():

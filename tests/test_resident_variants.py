@@ -37,6 +37,21 @@ def variants(tmp_path, monkeypatch):
     return worker
 
 
+@pytest.mark.parametrize(
+    ("name", "symbol"),
+    [
+        ("dv64", "gdn_forward_resident"),
+        ("groups", "gdn_prepared_groups"),
+        ("fused", "gdn_prepared_fused"),
+    ],
+)
+def test_a_variant_is_the_shipped_kernel_or_one_of_the_ladder(variants, name, symbol):
+    module = variants([])
+    prim_func, _ = module.built(module.VARIANTS[name], (2, 8, True))
+    assert prim_func.attrs["global_symbol"] == symbol
+    assert len(prim_func.params) == 10
+
+
 def test_events_are_those_of_whole_lines_however_they_arrive(variants, capsys):
     module = variants(['@{"event": "sta', 'rt"}\nchatter\n@{"event": "checked"}\n'])
     assert module.run_worker([], timeout=30) == ([{"event": "start"}, {"event": "checked"}], None)

@@ -8,8 +8,8 @@ def table() -> str:
     lines = []
     for version in VERSIONS:
         family = version.family.name if version.family is not None else "not built"
-        lines.append(f"{version.name:<10} {family:<10} {version.expected:<4} {version.idea}")
-        lines += [f"{'':<27}{text}" for text in (version.settings_text(), version.reason) if text]
+        lines.append(f"{version.name:<15} {family:<15} {version.expected:<4} {version.idea}")
+        lines += [f"{'':<37}{text}" for text in (version.settings_text(), version.reason) if text]
     return "\n".join(lines)
 
 

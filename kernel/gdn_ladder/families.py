@@ -281,5 +281,21 @@ INT8 = Kernel(
     builder="int8_kernel",
     arguments=_ladder_arguments,
 )
+PREPARED_GROUPS = Kernel(
+    name="prepared_groups",
+    summary="register-resident, the chain's factors made ahead; five warp groups",
+    module="gdn_ladder.prepared_groups",
+    config_type="GroupsConfig",
+    builder="groups_kernel",
+    arguments=_forward_arguments,
+)
+PREPARED_FUSED = Kernel(
+    name="prepared_fused",
+    summary="the same in four warp groups, the chain's makes the output too",
+    module="gdn_ladder.prepared_fused",
+    config_type="FusedConfig",
+    builder="fused_kernel",
+    arguments=_forward_arguments,
+)
 RUNTIME = PackageRuntime()
 CORE = PackageCore()
