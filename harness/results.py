@@ -130,13 +130,16 @@ def to_row(outcome: Outcome, stamp: Stamp) -> Row:
 def revision(root: Path = ROOT) -> str:
     """The commit checked out at `root`, "+" behind it where tracked files differ; else "unknown".
 
-    GDN_REVISION stands in where there is no repository (a copied work tree).
+    GDN_REVISION goes before: a copied work tree may have no repository, or that of another commit.
     """
+    given = os.environ.get("GDN_REVISION")
+    if given:
+        return given
     try:
         commit = _git(root, "rev-parse", "--short=12", "HEAD")
         return commit + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GDN_REVISION") or "unknown"
+        return "unknown"
 
 
 def _git(root: Path, *arguments: str) -> str:
