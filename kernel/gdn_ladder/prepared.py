@@ -380,7 +380,7 @@ def forward_prim_func(config: PreparedConfig, name: str, cta):
     state_shape = (batch, heads_v, HEAD_DIM, HEAD_DIM)
 
     @T.prim_func
-    def forward(
+    def gdn_prepared(
         q: T.Tensor((batch, tokens, heads_q, HEAD_DIM), BF16),
         k: T.Tensor((batch, tokens, heads_q, HEAD_DIM), BF16),
         v: T.Tensor((batch, tokens, heads_v, HEAD_DIM), BF16),
@@ -414,4 +414,4 @@ def forward_prim_func(config: PreparedConfig, name: str, cta):
             )
             cta(config, place, scale, inputs)
 
-    return forward.with_attr("global_symbol", name)
+    return gdn_prepared.with_attr("global_symbol", name)

@@ -151,6 +151,10 @@ static Meeting block_meeting, warp_meetings[MAX_THREADS / WARP];
 static void __syncthreads() { block_meeting.join(int(fibers.size())); }
 static void __syncwarp() { warp_meetings[threadIdx.x / WARP].join(WARP); }
 
+// Dependent launches have nothing to wait for here: every launch ends before the next begins.
+static void cudaTriggerProgrammaticLaunchCompletion() {}
+static void cudaGridDependencySynchronize() {}
+
 // Every lane gives a pointer to its argument; `all` sees the 32 of them once.
 template <class Argument>
 static void collective(Argument& argument, const std::function<void(Argument**)>& all) {
