@@ -182,18 +182,10 @@ def bind(plan: CorePlan, call: CoreCall, tensors: Tensors):
 
 def captured(run):
     """The replay of a graph of `run`, which has run before; keeps the temporaries it works on."""
-    import torch
-
+    from gdn_prefill.runtime import record
     from harness.timing import Replay
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            run()
-        finally:
-            graph.capture_end()
-    return Replay(graph, run, None)
+    return Replay(record(None, run), run, None)
 
 
 def measure(call: CoreCall, sms: int, rounds: int, device) -> tuple[list[dict], list[str]]:

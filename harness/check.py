@@ -147,8 +147,7 @@ def check_unmodified(inputs: dict[str, Tensor], clones: dict[str, Tensor]) -> Ve
     writes to memory it does not own may hit a clone as well as an input.
     """
     for name, tensor in inputs.items():
-        now, before = _bits(tensor), _bits(clones[name])
-        if not torch.equal(now, before):
+        if not torch.equal(_bits(tensor), _bits(clones[name])):
             return Verdict(
                 Status.INPUT_MODIFIED,
                 f"{name} was changed by the call: {_difference(tensor, clones[name])}",

@@ -152,7 +152,7 @@ def test_a_replay_keeps_the_temporaries(monkeypatch):
         capture_end = replay = lambda self: None
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     temporaries = torch.zeros(3)
     alive = weakref.ref(temporaries)

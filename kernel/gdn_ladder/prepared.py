@@ -202,6 +202,15 @@ def prepare_fragments() -> SimpleNamespace:
     return SimpleNamespace(**{name: T.alloc_fragment((CHUNK, CHUNK), BF16) for name in names})
 
 
+def score_fragments() -> dict:
+    return {
+        "scores": T.alloc_fragment((CHUNK, CHUNK), FP32),
+        "scores_operand": T.alloc_fragment((CHUNK, CHUNK), BF16),
+        "slow": T.alloc_local((1,), "int32"),
+        "growth": T.alloc_local((1,), FP32),
+    }
+
+
 def gate_scalars() -> SimpleNamespace:
     """See gate_warps."""
     names = ("gate", "beta", "last", "pending", "total", "reference", "keep", "grown", "ratio")
@@ -243,6 +252,37 @@ def prepare_chunk(here, tiles, barriers, registers):
     arrive_warp(barriers.chunk_ready, here.stage)
 
 
+# --- state group
+@T.macro
+def multiply_values(here, tiles, registers):
+    """X^T = V^T A'^T, left in flight."""
+    TC.wgmma_gemm(
+        tiles.v[here.stage, :, :],
+        tiles.a[here.stage, :, :],
+        registers.x,
+        transpose_A=True,
+        transpose_B=True,
+        policy=FULL_ROW,
+        clear_accum=True,
+    )
+
+
+@T.macro
+def finish_values(here, tiles, registers):
+    """X^T += U'^T A''^T, of the finished U'; all that is in flight with it is waited for."""
+    TC.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR_REGISTERS)
+    T.copy(registers.u, registers.u_operand)
+    TC.wgmma_gemm(
+        registers.u_operand,
+        tiles.decayed[here.stage, :, :],
+        registers.x,
+        transpose_B=True,
+        policy=FULL_ROW,
+    )
+    TC.wait_wgmma(0)
+    TC.warpgroup_fence_operand(registers.x, num_regs=ACCUMULATOR_REGISTERS)
+
+
 # --- scores group
 @T.macro
 def make_scores(here, scale, tiles, registers):
@@ -279,6 +319,22 @@ def make_scores(here, scale, tiles, registers):
                 0.0,
             )
     T.copy(registers.scores, registers.scores_operand)
+
+
+# --- output
+@T.macro
+def round_output(registers):
+    """O^T = scale exp(G) O^T, of a slow chunk O^T, as bf16 [tokens, columns]."""
+    for i, j in T.Parallel(TILE, CHUNK):
+        registers.output_operand[j, i] = T.cast(registers.output[i, j] * registers.gate[j], BF16)
+
+
+@T.macro
+def gate_slow_output(here, tiles, registers):
+    """O^T = scale exp(G) O^T of a slow chunk, before the scores' part."""
+    if registers.slow[0] != 0:
+        for i, j in T.Parallel(TILE, CHUNK):
+            registers.output[i, j] *= tiles.state_gate[here.stage, j]
 
 
 # --- service group

@@ -34,15 +34,20 @@ from .prepared import (
     WARPS_PER_GROUP,
     PreparedConfig,
     arrive_warp,
+    finish_values,
     following,
     forward_prim_func,
     gate_scalars,
+    gate_slow_output,
     gate_warps,
     input_tiles,
     make_scores,
+    multiply_values,
     prepare_fragments,
     prepare_role,
     producer_warp,
+    round_output,
+    score_fragments,
     set_registers,
     step,
     transposed_accumulator,
@@ -123,39 +128,16 @@ def solve_values(here, tiles, registers):
             policy=FULL_ROW,
             clear_accum=half == 0,
         )
-    # X^T = V^T A'^T
-    TC.wgmma_gemm(
-        tiles.v[here.stage, :, :],
-        tiles.a[here.stage, :, :],
-        registers.x,
-        transpose_A=True,
-        transpose_B=True,
-        policy=FULL_ROW,
-        clear_accum=True,
-    )
+    multiply_values(here, tiles, registers)
     # S^T = keep S^T
     if registers.keep[0] != 1.0:
         for i, j in T.Parallel(TILE, HEAD_DIM):
             registers.state[i, j] *= registers.keep[0]
     TC.wait_wgmma(3)  # the two products with Q and the one with A' are in flight
-    TC.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR_REGISTERS)
-    T.copy(registers.u, registers.u_operand)
-    # X^T += U'^T A''^T
-    TC.wgmma_gemm(
-        registers.u_operand,
-        tiles.decayed[here.stage, :, :],
-        registers.x,
-        transpose_B=True,
-        policy=FULL_ROW,
-    )
-    TC.wait_wgmma(0)
-    TC.warpgroup_fence_operand(registers.x, num_regs=ACCUMULATOR_REGISTERS)
+    finish_values(here, tiles, registers)
     TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
     T.copy(registers.x, registers.x_operand)
-    if registers.slow[0] != 0:
-        # O^T = scale exp(G) O^T
-        for i, j in T.Parallel(TILE, CHUNK):
-            registers.output[i, j] *= tiles.state_gate[here.stage, j]
+    gate_slow_output(here, tiles, registers)
 
 
 @T.macro
@@ -190,9 +172,7 @@ def finish_output(here, tiles, registers):
     T.copy(tiles.output_gate[here.stage, :], registers.gate)
     TC.wait_wgmma(1)  # the update is in flight
     TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
-    # O^T = scale exp(G) O^T, of a slow chunk O^T
-    for i, j in T.Parallel(TILE, CHUNK):
-        registers.output_operand[j, i] = T.cast(registers.output[i, j] * registers.gate[j], BF16)
+    round_output(registers)
 
 
 @T.macro
@@ -315,12 +295,7 @@ def fused_cta(config, place, scale, inputs):
         slow=T.alloc_local((1,), "int32"),
         coming_slow=T.alloc_local((1,), "int32"),
     )
-    beside = SimpleNamespace(
-        scores=T.alloc_fragment((CHUNK, CHUNK), FP32),
-        scores_operand=T.alloc_fragment((CHUNK, CHUNK), BF16),
-        slow=T.alloc_local((1,), "int32"),
-        growth=T.alloc_local((1,), FP32),
-    )
+    beside = SimpleNamespace(**score_fragments())
     gates = gate_scalars()
     T.annotate_layout(
         {

@@ -35,16 +35,21 @@ from .prepared import (
     accumulator_register,
     accumulator_thread,
     arrive_warp,
+    finish_values,
     following,
     forward_prim_func,
     gate_scalars,
+    gate_slow_output,
     gate_warps,
     input_tiles,
     laps,
     make_scores,
+    multiply_values,
     prepare_fragments,
     prepare_role,
     producer_warp,
+    round_output,
+    score_fragments,
     set_registers,
     step,
     steps,
@@ -118,16 +123,7 @@ def store_state(place, inputs, registers):
 def begin_values(here, tiles, barriers, registers):
     """V^T A'^T, left in flight."""
     T.barrier_wait(barriers.chunk_ready[here.stage], here.filled)
-    # X^T = V^T A'^T
-    TC.wgmma_gemm(
-        tiles.v[here.stage, :, :],
-        tiles.a[here.stage, :, :],
-        registers.x,
-        transpose_A=True,
-        transpose_B=True,
-        policy=FULL_ROW,
-        clear_accum=True,
-    )
+    multiply_values(here, tiles, registers)
     registers.keep[0] = tiles.keep[here.stage]
     registers.slow[0] = tiles.slow[here.stage]
 
@@ -154,7 +150,7 @@ def publish_state(tiles, barriers, registers):
 
 
 @T.macro
-def finish_values(here, tiles, barriers, registers):
+def take_values(here, tiles, barriers, registers):
     """From U'^T in flight to the finished X as an operand; a slow chunk's is published before."""
     # S^T = keep S^T
     if registers.keep[0] != 1.0:
@@ -162,18 +158,7 @@ def finish_values(here, tiles, barriers, registers):
             for i, j in T.Parallel(TILE, TILE):
                 registers.state[half][i, j] *= registers.keep[0]
     TC.wait_wgmma(0)
-    TC.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR_REGISTERS)
-    T.copy(registers.u, registers.u_operand)
-    # X^T += U'^T A''^T
-    TC.wgmma_gemm(
-        registers.u_operand,
-        tiles.decayed[here.stage, :, :],
-        registers.x,
-        transpose_B=True,
-        policy=FULL_ROW,
-    )
-    TC.wait_wgmma(0)
-    TC.warpgroup_fence_operand(registers.x, num_regs=ACCUMULATOR_REGISTERS)
+    finish_values(here, tiles, registers)
     registers.was_slow[0] = registers.slow[0]
     if registers.slow[0] != 0:
         coming = following(here)
@@ -207,7 +192,7 @@ def state_role(config, place, inputs, tiles, barriers, registers):
     for half, _ in enumerate(DK_HALVES):
         multiply_keys(half, first, tiles, registers)
     publish_state(tiles, barriers, registers)
-    finish_values(first, tiles, barriers, registers)
+    take_values(first, tiles, barriers, registers)
 
     for lap in laps(config, place.chunks - 1):
         for here in steps(config, lap):
@@ -226,7 +211,7 @@ def state_role(config, place, inputs, tiles, barriers, registers):
                     multiply_keys(half, coming, tiles, registers)
                 arrive_warp(barriers.inputs_free, here.stage)
                 publish_state(tiles, barriers, registers)
-                finish_values(coming, tiles, barriers, registers)
+                take_values(coming, tiles, barriers, registers)
 
     absorb_values(last, tiles, registers)
     T.barrier_wait(barriers.chunk_ready[after.stage], after.filled)
@@ -285,10 +270,7 @@ def settle_queries(here, tiles, barriers, registers):
     T.copy(tiles.output_gate[here.stage, :], registers.gate)
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
-    if registers.slow[0] != 0:
-        # O^T = scale exp(G) O^T
-        for i, j in T.Parallel(TILE, CHUNK):
-            registers.output[i, j] *= tiles.state_gate[here.stage, j]
+    gate_slow_output(here, tiles, registers)
     arrive_warp(barriers.inputs_free, here.stage)
 
 
@@ -305,9 +287,7 @@ def finish_output(tiles, barriers, registers):
     )
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
-    # O^T = scale exp(G) O^T, of a slow chunk O^T
-    for i, j in T.Parallel(TILE, CHUNK):
-        registers.output_operand[j, i] = T.cast(registers.output[i, j] * registers.gate[j], BF16)
+    round_output(registers)
     arrive_warp(barriers.scores_free, 0)
 
 
@@ -416,10 +396,7 @@ def groups_cta(config, place, scale, inputs):
         output=T.alloc_fragment((TILE, CHUNK), FP32),
         gate=T.alloc_fragment((CHUNK,), FP32),
         output_operand=T.alloc_fragment((CHUNK, TILE), BF16),
-        scores=T.alloc_fragment((CHUNK, CHUNK), FP32),
-        scores_operand=T.alloc_fragment((CHUNK, CHUNK), BF16),
-        slow=T.alloc_local((1,), "int32"),
-        growth=T.alloc_local((1,), FP32),
+        **score_fragments(),
     )
     gates = gate_scalars()
     T.annotate_layout(

@@ -16,7 +16,7 @@ from .operator_forward import forward_specialisations, launch_forward, may_cut, 
 from .operator_results import Results
 from .operator_validation import Operands, OperatorShape, Options
 from .runtime import sm_count
-from .validation import CHUNK
+from .validation import CHUNK, HEAD_DIM
 
 __all__ = ["forward_specialisations", "launch_forward", "run_cuda", "workspaces"]
 
@@ -106,7 +106,7 @@ def beta_mode(options: Options) -> str:
 
 def readable(x: Operands) -> Operands:
     """x with copies of what the kernels cannot read where it is; x itself in the usual case."""
-    from .preprocess import HEAD_DIM, strides_allowed
+    from .preprocess import strides_allowed
 
     copies = {
         name: tensor.contiguous()

@@ -12,7 +12,6 @@ graph of a plan's launches has to hold the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +28,7 @@ from .operator_validation import (
     check_on_cpu,
     check_options,
 )
+from .runtime import record
 
 # Calls of other addresses or layouts that a plan remembers with their graphs; plans that
 # reuse_outputs keeps.
@@ -308,18 +308,6 @@ def run_reusing(x: Operands, options: Options, backend: str) -> tuple[Tensor | N
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream is recording a graph of the caller's."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def record(device: torch.device, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """The launches of a call as a graph; they do not run."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            launch()
-        finally:
-            graph.capture_end()
-    return graph
 
 
 def _identity(x: Operands) -> tuple:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,7 +175,8 @@ class Runtime:
                 if entry is None:
                     self.graphs.put(key, GraphEntry(buffers))
                     return self._launch(layout, tensors, buffers)
-                entry.graph = self._capture(layout, tensors, buffers)
+                entry.graph = record(layout.device, lambda: self._launch(layout, tensors, buffers))
+                self.captures += 1
                 entry.graph.replay()
                 self.replays += 1
                 return buffers.outputs
@@ -227,17 +228,6 @@ class Runtime:
             recent[identity] = _Recent(
                 entry, places, tuple([weakref.ref(tensor, forget) for tensor in tensors])
             )
-
-    def _capture(self, layout, tensors, buffers) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream(layout.device)):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._launch(layout, tensors, buffers)
-            finally:
-                graph.capture_end()
-        self.captures += 1
-        return graph
 
     @staticmethod
     def _launch(layout, tensors, buffers) -> tuple[torch.Tensor, torch.Tensor]:
@@ -350,6 +340,18 @@ def _empty_buffers(layout: Layout, with_outputs: bool = True) -> Buffers:
         for name, item in layout.workspaces.items()
     }
     return Buffers(_empty_outputs(layout) if with_outputs else (), temporaries)
+
+
+def record(device: torch.device | None, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The launches of a call as a graph; they do not run. device: None for the current one."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+    return graph
 
 
 def compile_launcher(prim_func, pass_configs):

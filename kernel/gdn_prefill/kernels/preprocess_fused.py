@@ -39,6 +39,7 @@ import tilelang.cuda.language as TC
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout, make_linear_layout
 
+from .parameters import vectors
 from .preprocess import (
     CHUNK,
     FORGETS,
@@ -874,20 +875,18 @@ def operator_preprocess_kernel(config: OperatorPreprocessConfig):
     def if_present(present, shape, dtype=fp32):
         return T.Tensor(shape, dtype) if present else T.Tensor((1,), fp32)
 
-    def vectors(name):
-        shape = (batch, tokens, heads_q, HEAD_DIM)
-        if not config.strided:
-            return T.Tensor(shape, dtype)
-        stride = T.dynamic(f"{name}_stride", "int64")
-        return T.StridedTensor(shape, (tokens * stride, stride, HEAD_DIM, 1), dtype)
+    def rows(name):
+        if config.strided:
+            return vectors(name, batch, tokens, heads_q, dtype)
+        return T.Tensor((batch, tokens, heads_q, HEAD_DIM), dtype)
 
     def scalars(heads):
         return T.Tensor((batch, heads, tokens) if time else (batch, tokens, heads), fp32)
 
     @T.prim_func
     def gdn_operator_preprocess(
-        q: vectors("query") if config.l2norm else T.Tensor((1,), fp32),
-        k: vectors("key"),
+        q: rows("query") if config.l2norm else T.Tensor((1,), fp32),
+        k: rows("key"),
         g: T.Tensor((batch, tokens, heads_v), config.gate_dtype),
         beta: T.Tensor((batch, tokens, heads_v), config.beta_dtype),
         A_log: if_present(config.gate == "raw", (heads_v,)),

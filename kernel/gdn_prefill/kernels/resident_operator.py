@@ -32,6 +32,7 @@ import tilelang
 import tilelang.language as T
 
 from . import resident
+from .parameters import pool, vectors
 from .resident import (
     CHUNK,
     DK_HALVES,
@@ -62,6 +63,17 @@ PASS_CONFIGS = {
 }
 
 
+def check_dtypes(config, *states: str) -> None:
+    """Raises ValueError for an operand's or a state's dtype that there is no kernel for."""
+    if config.dtype not in DTYPES:
+        raise ValueError(f"dtype={config.dtype!r} must be one of {', '.join(DTYPES)}")
+    for name in states:
+        if getattr(config, name) not in (None, *STATE_DTYPES):
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} must be one of {', '.join(STATE_DTYPES)} or None"
+            )
+
+
 @dataclass(frozen=True)
 class OperatorConfig(TileConfig):
     """What one compiled operator kernel is specialised on; sizes and row numbers are arguments.
@@ -90,14 +102,7 @@ class OperatorConfig(TileConfig):
             if self.early_factors is None:
                 object.__setattr__(self, "early_factors", False)
         super().__post_init__()
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
-        for name in ("initial_state", "final_state", "kept_states"):
-            if getattr(self, name) not in (None, *STATE_DTYPES):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} must be one of {', '.join(STATE_DTYPES)} "
-                    "or None"
-                )
+        check_dtypes(self, "initial_state", "final_state", "kept_states")
         if self.segmented and (self.packed or self.keeps_states):
             raise ValueError("segmented=True: packed sequences and kept states are not split")
 
@@ -134,16 +139,6 @@ class OperatorConfig(TileConfig):
 
 
 # --- rows of states
-def pool(name, rows, heads_v, dtype):
-    """The parameter of states in `rows` rows, apart by any stride; a dummy where dtype is None."""
-    if dtype is None:
-        return T.Tensor((1,), "float32")
-    stride = T.dynamic(f"{name}_stride", "int64")
-    return T.StridedTensor(
-        (rows, heads_v, HEAD_DIM, HEAD_DIM), (stride, HEAD_DIM * HEAD_DIM, HEAD_DIM, 1), dtype
-    )
-
-
 def entry(numbers, n, step):
     """Entry n of an index tensor seen as 32-bit words; n itself where there is no tensor."""
     return T.if_then_else(step == 0, n, numbers[n * step])
@@ -416,16 +411,6 @@ def tokens_from(config, cu_seqlens, sequence, cu_step, begin, tokens, chunks_per
     if config.packed:
         return cu_seqlens[(sequence + 1) * cu_step] - begin
     return T.min(tokens - begin, chunks_per_segment * CHUNK) if config.segmented else tokens
-
-
-def vectors(name, batch, tokens, heads, dtype):
-    """Parameter [batch, tokens, heads, 128] whose tokens may lie any stride apart, such as a view
-    of one projection of all of q, k and v.
-    """
-    stride = T.dynamic(f"{name}_stride", "int64")
-    return T.StridedTensor(
-        (batch, tokens, heads, HEAD_DIM), (tokens * stride, stride, HEAD_DIM, 1), dtype
-    )
 
 
 def operator_kernel(config: OperatorConfig):

@@ -418,6 +418,22 @@ def fetch_gates(config, place, chunk, token, inputs, gates):
 HOOKS = SimpleNamespace(load_state=load_state, fetch_gates=fetch_gates)
 
 
+def segment_place(config, head, sequence, part, chunks_per_segment, **more) -> SimpleNamespace:
+    """Which part of which segment a summary CTA makes: N of the first, then N and D of each."""
+    segment = (part + 1) // 2
+    return SimpleNamespace(
+        batch=sequence,
+        sequence=sequence,
+        head=head,
+        head_q=head // (config.heads_v // config.heads_q),
+        segment=segment,
+        is_transition=part % 2 == 1,
+        first=segment * chunks_per_segment * CHUNK,
+        chunks=chunks_per_segment,
+        **more,
+    )
+
+
 def summary_kernel(config: SummaryConfig):
     """Build the summary kernel as a TileLang PrimFunc.
 
@@ -470,15 +486,7 @@ def summary_kernel(config: SummaryConfig):
                 residuals=residuals,
                 decays=decays,
             )
-            place = SimpleNamespace(
-                batch=sequence,
-                head=head,
-                head_q=head // (heads_v // heads_q),
-                segment=(part + 1) // 2,
-                is_transition=part % 2 == 1,
-                first=(part + 1) // 2 * chunks_per_segment * CHUNK,
-                chunks=chunks_per_segment,
-            )
+            place = segment_place(config, head, sequence, part, chunks_per_segment)
             summary_cta(config, place, inputs, HOOKS)
 
     return gdn_summary

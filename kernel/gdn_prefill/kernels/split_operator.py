@@ -18,15 +18,18 @@ import tilelang
 import tilelang.language as T
 
 from . import split
-from .resident_operator import (
-    DTYPES,
-    SHORT,
-    STATE_DTYPES,
-    load_initial_state,
-    pool,
-    vectors,
+from .parameters import pool, vectors
+from .resident_operator import SHORT, check_dtypes, load_initial_state
+from .split import (
+    CHUNK,
+    DK_HALVES,
+    HEAD_DIM,
+    LOG2_E,
+    SUMMARY_THREADS,
+    SummaryConfig,
+    segment_place,
+    summary_cta,
 )
-from .split import CHUNK, DK_HALVES, HEAD_DIM, LOG2_E, SUMMARY_THREADS, SummaryConfig, summary_cta
 
 # Every index is within its tensor as it is written.
 PASS_CONFIGS = {
@@ -51,13 +54,7 @@ class OperatorSummaryConfig(SummaryConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
-        if self.initial_state not in (None, *STATE_DTYPES):
-            raise ValueError(
-                f"initial_state={self.initial_state!r} must be one of {', '.join(STATE_DTYPES)} "
-                "or None"
-            )
+        check_dtypes(self, "initial_state")
 
     @property
     def name(self) -> str:
@@ -146,16 +143,13 @@ def operator_summary_kernel(config: OperatorSummaryConfig):
                 residuals=residuals,
                 decays=decays,
             )
-            place = SimpleNamespace(
-                batch=sequence,
-                sequence=sequence,
-                head=head,
-                head_q=head // (heads_v // heads_q),
+            place = segment_place(
+                config,
+                head,
+                sequence,
+                part,
+                chunks_per_segment,
                 dv=0,
-                segment=(part + 1) // 2,
-                is_transition=part % 2 == 1,
-                first=(part + 1) // 2 * chunks_per_segment * CHUNK,
-                chunks=chunks_per_segment,
                 row=T.alloc_local((1,), "int32"),
                 initial_step=initial_step,
             )
