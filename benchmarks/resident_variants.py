@@ -97,6 +97,7 @@ VARIANTS = {
         Variant("dv128_bare", {"block_dv": 128}, FULL_SHAPES, bare=True),
         Variant("groups", {}, (*CHAIN_SHAPES, *FULL_SHAPES), version="prepared_groups"),
         Variant("fused", {}, (*CHAIN_SHAPES, *FULL_SHAPES), version="prepared_fused"),
+        Variant("wide", {}, (*CHAIN_SHAPES, *FULL_SHAPES), version="prepared_wide"),
     )
 }
 

@@ -30,7 +30,7 @@ from gdn_prefill.split import CorePlan
 
 SOURCE_ORDER = ["v1", "v2", "v2b", "v3", "v4", "v5", "v6", "v7", "v9", "v9.5", "v10", "v11"]
 SOURCE_ORDER += ["v14", "v15", "v20", "v21", "scan", "w8a8"]
-OURS = ["four_group", "resident", "prepared_groups", "prepared_fused"]
+OURS = ["four_group", "resident", "prepared_groups", "prepared_fused", "prepared_wide"]
 KERNELS = [version for version in VERSIONS if isinstance(version.family, Kernel)]
 PUBLIC = {case.name: case for case in load_cases()}
 

@@ -58,7 +58,7 @@ def test_spills_only_where_it_is_the_point(name):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("name", ["prepared_groups", "prepared_fused"])
+@pytest.mark.parametrize("name", ["prepared_groups", "prepared_fused", "prepared_wide"])
 def test_a_prepared_kernel_fits_the_machine(name):
     """No spills, and ptxas has not serialised WGMMA (C7510 and following)."""
     cost = resources(*lowered(name), sass=False)

@@ -19,7 +19,7 @@ RIGHT = [
     if version.expected == "pass" and not isinstance(version.family, PackageRuntime)
 ]
 
-PREPARED = ["prepared_groups", "prepared_fused"]
+PREPARED = ["prepared_groups", "prepared_fused", "prepared_wide"]
 
 CASES = {
     "gva, batch, tail, state": Case("gva", 2, 200, 1, 4, True, "random_decay", 5e-3, 5e-3),

@@ -297,5 +297,13 @@ PREPARED_FUSED = Kernel(
     builder="fused_kernel",
     arguments=_forward_arguments,
 )
+PREPARED_WIDE = Kernel(
+    name="prepared_wide",
+    summary="the same over all 128 state columns, two state groups and one that prepares",
+    module="gdn_ladder.prepared_wide",
+    config_type="WideConfig",
+    builder="wide_kernel",
+    arguments=_forward_arguments,
+)
 RUNTIME = PackageRuntime()
 CORE = PackageCore()

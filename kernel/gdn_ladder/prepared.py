@@ -182,7 +182,7 @@ def input_tiles() -> dict:
             name: T.alloc_shared((STAGES, CHUNK), FP32, scope="shared")
             for name in (
                 "beta",
-                "minus_gamma",  # -exp(G)
+                "key_factor",  # -beta exp(G)
                 "row_factor",  # exp(r - G), of a slow chunk 1
                 "output_gate",  # scale exp(G), of a slow chunk 1
                 "state_gate",  # scale exp(G), of a slow chunk
@@ -242,8 +242,7 @@ def prepare_chunk(here, tiles, barriers, registers):
         registers.decayed[i, j] = (
             T.cast(registers.inverse[i, j], FP32)
             * tiles.row_factor[here.stage, i]
-            * tiles.beta[here.stage, j]
-            * tiles.minus_gamma[here.stage, j]
+            * tiles.key_factor[here.stage, j]
         )
     T.copy(registers.decayed, tiles.decayed[here.stage, :, :])
     T.sync_threads(PREPARE_SYNC, WARP_GROUP)
@@ -401,7 +400,7 @@ def gate_warps(place, token, scale, inputs, tiles, barriers, gates):
             gates.pending[0] = 0.0
         gates.grown[0] = T.exp2(gates.total[0])
         tiles.beta[stage, token] = gates.beta[0]
-        tiles.minus_gamma[stage, token] = -gates.grown[0]
+        tiles.key_factor[stage, token] = -gates.beta[0] * gates.grown[0]
         gates.grown[0] = scale * gates.grown[0]
         gates.ratio[0] = T.exp2(gates.reference[0] - gates.total[0])
         if gates.last[0] < SLOW_LIMIT:
@@ -432,7 +431,7 @@ def forward_prim_func(config: PreparedConfig, name: str, cta):
     """
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
     heads_q, heads_v = config.heads_q, config.heads_v
-    slices = HEAD_DIM // TILE
+    slices = HEAD_DIM // config.block_dv
     state_shape = (batch, heads_v, HEAD_DIM, HEAD_DIM)
 
     @T.prim_func
@@ -464,7 +463,7 @@ def forward_prim_func(config: PreparedConfig, name: str, cta):
                 batch=block // (slices * heads_v),
                 head=block // slices % heads_v,
                 head_q=block // slices % heads_v // (heads_v // heads_q),
-                dv=block % slices * TILE,
+                dv=block % slices * config.block_dv,
                 tokens=tokens,
                 chunks=T.ceildiv(tokens, CHUNK),
             )

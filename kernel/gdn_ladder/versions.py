@@ -20,6 +20,7 @@ from .families import (
     INT8,
     PREPARED_FUSED,
     PREPARED_GROUPS,
+    PREPARED_WIDE,
     RUNTIME,
     VARIANT,
     Family,
@@ -269,6 +270,13 @@ VERSIONS: tuple[Version, ...] = (
         idea="prepared_groups with the output made by the state group, nothing of it published",
         lesson="the least traffic, but one group issues nearly every product, in order: not faster",
         family=PREPARED_FUSED,
+        origin="here",
+    ),
+    Version(
+        "prepared_wide",
+        idea="prepared_fused over all 128 columns: two state groups share what is made ahead",
+        lesson="half the traffic a column, and still no faster than the shipped 128 columns",
+        family=PREPARED_WIDE,
         origin="here",
     ),
 )
