@@ -43,6 +43,7 @@ def variants(tmp_path, monkeypatch):
         ("dv64", "gdn_forward_resident"),
         ("groups", "gdn_prepared_groups"),
         ("fused", "gdn_prepared_fused"),
+        ("wide", "gdn_prepared_wide"),
     ],
 )
 def test_a_variant_is_the_shipped_kernel_or_one_of_the_ladder(variants, name, symbol):

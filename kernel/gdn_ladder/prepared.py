@@ -10,7 +10,7 @@ the state was last multiplied through, and r a reference for it, both of a token
     U'^T = S^T K^T                                  state group
     X^T  = V^T A'^T + U'^T A''^T                    state group
     S^T  = keep S^T + X^T K                         state group
-    O^T  = scale exp(G) (S^T Q^T + X^T P^T)         prepared_fused: state group; _groups: output
+    O^T  = scale exp(G) (S^T Q^T + X^T P^T)         state group; prepared_groups: output group
 
 A', A'' and P do not depend on the state, so a chunk's are ready before the chain comes to it, and
 no factor is left on the chain but keep, which is 1 in most chunks.
@@ -170,19 +170,18 @@ def arrive_warp(barrier, index):
         T.barrier_arrive(barrier[index])
 
 
-def input_tiles() -> dict:
-    """Shared memory of the inputs, of what is made of them ahead, and of the gate's factors."""
+def input_tiles(columns: int = TILE) -> dict:
+    """Shared memory of the inputs, with so many columns of V, and of the gate's factors."""
     return {
         "q": T.alloc_shared((STAGES, CHUNK, HEAD_DIM), BF16),
         "k": T.alloc_shared((STAGES, CHUNK, HEAD_DIM), BF16),
-        "v": T.alloc_shared((STAGES, CHUNK, TILE), BF16),
+        "v": T.alloc_shared((STAGES, CHUNK, columns), BF16),
         "a": T.alloc_shared((STAGES, CHUNK, CHUNK), BF16),  # A, then A' in its place
-        "decayed": T.alloc_shared((STAGES, CHUNK, CHUNK), BF16),  # A''
         **{
             name: T.alloc_shared((STAGES, CHUNK), FP32, scope="shared")
             for name in (
                 "beta",
-                "key_factor",  # -beta exp(G)
+                "minus_gamma",  # -exp(G)
                 "row_factor",  # exp(r - G), of a slow chunk 1
                 "output_gate",  # scale exp(G), of a slow chunk 1
                 "state_gate",  # scale exp(G), of a slow chunk
@@ -242,7 +241,8 @@ def prepare_chunk(here, tiles, barriers, registers):
         registers.decayed[i, j] = (
             T.cast(registers.inverse[i, j], FP32)
             * tiles.row_factor[here.stage, i]
-            * tiles.key_factor[here.stage, j]
+            * tiles.beta[here.stage, j]
+            * tiles.minus_gamma[here.stage, j]
         )
     T.copy(registers.decayed, tiles.decayed[here.stage, :, :])
     T.sync_threads(PREPARE_SYNC, WARP_GROUP)
@@ -400,7 +400,7 @@ def gate_warps(place, token, scale, inputs, tiles, barriers, gates):
             gates.pending[0] = 0.0
         gates.grown[0] = T.exp2(gates.total[0])
         tiles.beta[stage, token] = gates.beta[0]
-        tiles.key_factor[stage, token] = -gates.beta[0] * gates.grown[0]
+        tiles.minus_gamma[stage, token] = -gates.grown[0]
         gates.grown[0] = scale * gates.grown[0]
         gates.ratio[0] = T.exp2(gates.reference[0] - gates.total[0])
         if gates.last[0] < SLOW_LIMIT:

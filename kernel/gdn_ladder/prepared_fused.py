@@ -264,6 +264,7 @@ def fused_cta(config, place, scale, inputs):
     """Everything one CTA does: its memory, its barriers, its roles."""
     tiles = SimpleNamespace(
         **input_tiles(),
+        decayed=T.alloc_shared((STAGES, CHUNK, CHUNK), BF16),  # A''
         scores=T.alloc_shared((STAGES, CHUNK, CHUNK), BF16),
         output=T.alloc_shared((CHUNK, TILE), BF16),
     )

@@ -358,6 +358,7 @@ def groups_cta(config, place, scale, inputs):
     """Everything one CTA does: its memory, its barriers, its roles."""
     tiles = SimpleNamespace(
         **input_tiles(),
+        decayed=T.alloc_shared((STAGES, CHUNK, CHUNK), BF16),  # A''
         state=T.alloc_shared((len(DK_HALVES), TILE, TILE), BF16),
         values=T.alloc_shared((1, TILE, CHUNK), BF16),  # X^T
         scores=T.alloc_shared((CHUNK, CHUNK), BF16),

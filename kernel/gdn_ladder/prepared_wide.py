@@ -1,12 +1,18 @@
 """A prepared kernel over all 128 state columns of a head: two state groups, one that prepares.
 
-See prepared.py for the equations. Roles of the 512 threads: a prepare warp group (A', A'' and P),
-two state warp groups of 64 columns each (the chain and the output, all of it in registers) and a
-service warp group of a producer warp (TMA loads), a writer warp (stores) and two gate warps.
+See prepared.py for the equations, of which one is another here:
+
+    X^T = (-exp(G) U'^T) A'^T + V^T A'^T
+
+Roles of the 512 threads: two state warp groups of 64 columns each (the chain and the output, all of
+it in registers), a prepare warp group (A' and P) and a service warp group of a producer warp (TMA
+loads), a writer warp (TMA stores) and two gate warps.
 
 Q, K, A, and what is made of them, are loaded and made once for both state groups, and while one of
-them converts registers the other's products keep the tensor cores busy. A'' and P have two slots,
-as shared memory does not reach for one a stage.
+them converts registers the other's products keep the tensor cores busy. An A'' would take 64
+factors a thread off the chain, but shared memory reaches for two of them, not for one a stage, and
+then the prepare group is not far enough ahead. U' and X share an accumulator: all that a WGMMA
+writes stays allocated over the whole loop.
 """
 
 from types import SimpleNamespace
@@ -14,7 +20,7 @@ from typing import ClassVar
 
 import tilelang.cuda.language as TC
 import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
+from tilelang.layout import Fragment, make_full_bank_swizzled_layout
 
 from .prepared import (
     ACCUMULATOR_REGISTERS,
@@ -43,23 +49,18 @@ from .prepared import (
     set_registers,
     step,
 )
-from tilelang.layout import Fragment
 
 __all__ = ["PASS_CONFIGS", "WideConfig", "wide_kernel"]
 
 STATE_GROUPS = HEAD_DIM // TILE
 DK_HALVES = (slice(0, TILE), slice(TILE, HEAD_DIM))
-PART = 32  # columns of A that are prepared at a time
-COLUMN_PARTS = tuple(slice(c, c + PART) for c in range(0, CHUNK, PART))
-SLOTS = 2  # chunks whose A'' and P are kept
-VECTOR = 8  # bf16 elements of a 16-byte access
-ROW_PIECES = HEAD_DIM // VECTOR
+# Chunks that chunk_ready runs ahead of the tile that it says is free.
 OUTPUT_LAG = 2
 
 
 class WideConfig(PreparedConfig):
     block_dv: ClassVar[int] = HEAD_DIM
-    registers: ClassVar[dict[str, int]] = {"state": 192, "prepare": 104, "service": 24}
+    registers: ClassVar[dict[str, int]] = {"state": 192, "prepare": 96, "service": 32}
     unrolled: ClassVar[bool] = False
 
     @property
@@ -79,10 +80,9 @@ def transposed_accumulator() -> Fragment:
 # --- prepare group
 @T.macro
 def prepare_role(place, scale, tiles, barriers, registers):
-    """A', A'' and P of every chunk, ahead of the chain."""
+    """A' and P of every chunk, ahead of the chain."""
     for chunk in T.serial(place.chunks):
         here = step(chunk)
-        slot = chunk % SLOTS
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
         # Q K^T
         TC.wgmma_gemm(
@@ -92,28 +92,16 @@ def prepare_role(place, scale, tiles, barriers, registers):
             transpose_B=True,
             clear_accum=True,
         )
-        if chunk >= SLOTS:
-            old = step(chunk - SLOTS)
-            T.barrier_wait(barriers.inputs_free[old.stage], old.filled)
-        for columns in COLUMN_PARTS:
-            T.copy(tiles.a[here.stage, :, columns], registers.inverse)
-            for i, j in T.Parallel(CHUNK, PART):
-                # A'' = -A' exp(G), of A' before it is rounded
-                registers.gated[i, j] = (
-                    T.cast(registers.inverse[i, j], FP32)
-                    * tiles.row_factor[here.stage, i]
-                    * tiles.key_factor[here.stage, columns.start + j]
-                )
-            T.copy(registers.gated, tiles.decayed[slot, :, columns])
-            T.sync_threads(PREPARE_SYNC, WARP_GROUP)  # A' takes the place of A
-            for i, j in T.Parallel(CHUNK, PART):
-                # A' = exp(r - G) A beta
-                registers.gated[i, j] = (
-                    T.cast(registers.inverse[i, j], FP32)
-                    * tiles.row_factor[here.stage, i]
-                    * tiles.beta[here.stage, columns.start + j]
-                )
-            T.copy(registers.gated, tiles.a[here.stage, :, columns])
+        T.copy(tiles.a[here.stage, :, :], registers.inverse)
+        T.sync_threads(PREPARE_SYNC, WARP_GROUP)
+        for i, j in T.Parallel(CHUNK, CHUNK):
+            # A' = exp(r - G) A beta
+            registers.gated[i, j] = (
+                T.cast(registers.inverse[i, j], FP32)
+                * tiles.row_factor[here.stage, i]
+                * tiles.beta[here.stage, j]
+            )
+        T.copy(registers.gated, tiles.a[here.stage, :, :])
         registers.slow[0] = tiles.slow[here.stage]
         registers.growth[0] = tiles.growth[here.stage]
         TC.wait_wgmma(0)
@@ -138,7 +126,7 @@ def prepare_role(place, scale, tiles, barriers, registers):
                     0.0,
                 )
         T.copy(registers.scores, registers.scores_operand)
-        T.copy(registers.scores_operand, tiles.scores[slot, :, :])
+        T.copy(registers.scores_operand, tiles.scores[here.stage, :, :])
         T.fence_proxy_async()
         arrive_warp(barriers.chunk_ready, here.stage)
 
@@ -198,19 +186,22 @@ def multiply_state(here, tiles, registers):
 def solve_values(here, tiles, registers):
     """From U'^T and S^T Q^T in flight to the finished X."""
     registers.slow[0] = registers.coming_slow[0]
+    T.copy(tiles.minus_gamma[here.stage, :], registers.gate)
     TC.wait_wgmma(len(DK_HALVES))  # the products with Q are in flight
     TC.warpgroup_fence_operand(registers.x, num_regs=ACCUMULATOR_REGISTERS)
-    T.copy(registers.x, registers.x_operand)
+    # -exp(G) U'^T
+    for i, j in T.Parallel(HEAD_DIM, CHUNK):
+        registers.x_operand[i, j] = T.cast(registers.x[i, j] * registers.gate[j], BF16)
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
     # S^T = keep S^T
     if registers.keep[0] != 1.0:
         for i, j in T.Parallel(HEAD_DIM, HEAD_DIM):
             registers.state[i, j] *= registers.keep[0]
-    # X^T = U'^T A''^T + V^T A'^T
+    # X^T = (-exp(G) U'^T) A'^T + V^T A'^T
     TC.wgmma_gemm(
         registers.x_operand,
-        tiles.decayed[here.chunk % SLOTS, :, :],
+        tiles.a[here.stage, :, :],
         registers.x,
         transpose_B=True,
         policy=FULL_ROW,
@@ -239,7 +230,7 @@ def absorb_values(here, tiles, registers):
     # O^T += X^T P^T
     TC.wgmma_gemm(
         registers.x_operand,
-        tiles.scores[here.chunk % SLOTS, :, :],
+        tiles.scores[here.stage, :, :],
         registers.output,
         transpose_B=True,
         policy=FULL_ROW,
@@ -279,6 +270,7 @@ def finish_state(registers):
 def hand_over_output(tiles, barriers, registers):
     """O [tokens, columns] to the writer warp."""
     T.copy(registers.output_operand, tiles.output)
+    T.fence_proxy_async()
     arrive_warp(barriers.output_ready, 0)
 
 
@@ -345,41 +337,29 @@ def producer_warp(place, inputs, tiles, barriers):
 
 
 @T.macro
-def writer_warp(place, lane, inputs, tiles, barriers):
-    """Stores without TMA, so that the state groups need no proxy fence for their output."""
+def writer_warp(place, inputs, tiles, barriers):
+    """TMA stores; they drop rows past the end."""
     for chunk in tuple(range(OUTPUT_LAG)):
         arrive_warp(barriers.chunk_ready, chunk)
     for chunk in T.serial(place.chunks):
         T.barrier_wait(barriers.output_ready[0], chunk % 2)
-        store_rows(place, chunk * CHUNK, lane, inputs, tiles.output)
+        T.copy(
+            tiles.output,
+            inputs.output[
+                place.batch, chunk * CHUNK : chunk * CHUNK + CHUNK, place.head, 0:HEAD_DIM
+            ],
+        )
         # In this order: who was told that a chunk is ready may not take output_stored for older.
         arrive_warp(barriers.output_stored, 0)
         arrive_warp(barriers.chunk_ready, (chunk + OUTPUT_LAG) % STAGES)
 
 
 @T.macro
-def store_rows(place, first, lane, inputs, tile):
-    """The rows of a chunk's output that are there, 16 bytes a lane."""
-    for lap, part in T.grid(CHUNK * ROW_PIECES // WARP // 8, 8):
-        row = (lap * 8 + part) * (WARP // ROW_PIECES) + lane // ROW_PIECES
-        column = lane % ROW_PIECES * VECTOR
-        if first + row < place.tokens:
-            for e in T.vectorized(VECTOR):
-                inputs.output[place.batch, first + row, place.head, column + e] = tile[
-                    row, column + e
-                ]
-
-
-@T.macro
 def wide_cta(config, place, scale, inputs):
     """Everything one CTA does: its memory, its barriers, its roles."""
     tiles = SimpleNamespace(
-        **{
-            **input_tiles(),
-            "v": T.alloc_shared((STAGES, CHUNK, HEAD_DIM), BF16),
-            "decayed": T.alloc_shared((SLOTS, CHUNK, CHUNK), BF16),  # A''
-        },
-        scores=T.alloc_shared((SLOTS, CHUNK, CHUNK), BF16),
+        **input_tiles(HEAD_DIM),
+        scores=T.alloc_shared((STAGES, CHUNK, CHUNK), BF16),
         output=T.alloc_shared((CHUNK, HEAD_DIM), BF16),
     )
     barriers = SimpleNamespace(
@@ -399,8 +379,8 @@ def wide_cta(config, place, scale, inputs):
     ahead = SimpleNamespace(
         scores=T.alloc_fragment((CHUNK, CHUNK), FP32),
         scores_operand=T.alloc_fragment((CHUNK, CHUNK), BF16),
-        inverse=T.alloc_fragment((CHUNK, PART), BF16),
-        gated=T.alloc_fragment((CHUNK, PART), BF16),
+        inverse=T.alloc_fragment((CHUNK, CHUNK), BF16),
+        gated=T.alloc_fragment((CHUNK, CHUNK), BF16),
         slow=T.alloc_local((1,), "int32"),
         growth=T.alloc_local((1,), FP32),
     )
@@ -439,7 +419,7 @@ def wide_cta(config, place, scale, inputs):
         if thread < service + WARP:
             producer_warp(place, inputs, tiles, barriers)
         elif thread < service + 2 * WARP:
-            writer_warp(place, thread - service - WARP, inputs, tiles, barriers)
+            writer_warp(place, inputs, tiles, barriers)
         else:
             gate_warps(place, thread - service - 2 * WARP, scale, inputs, tiles, barriers, gates)
 
