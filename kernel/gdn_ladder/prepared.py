@@ -92,7 +92,8 @@ class PreparedConfig:
 
     @property
     def threads(self) -> int:
-        return len(self.registers) * WARP_GROUP
+        """A warp group a role, of the state one a tile."""
+        return (len(self.registers) - 1 + self.block_dv // TILE) * WARP_GROUP
 
 
 @dataclass(frozen=True)
@@ -146,13 +147,13 @@ def accumulator_register(i, j):
     return j // 8 * 4 + i % 16 // 8 * 2 + j % 2
 
 
-def transposed_accumulator() -> Fragment:
-    """Fragment of [64, 64]: (t, d) lies where an accumulator holds (d, t)."""
+def transposed_accumulator(columns: int = TILE) -> Fragment:
+    """Fragment of [64, columns]: (t, d) lies where an accumulator [columns, 64] holds (d, t)."""
 
     def forward(t, d):
-        return accumulator_thread(d, t), accumulator_register(d, t)
+        return d // TILE * WARP_GROUP + accumulator_thread(d, t), accumulator_register(d, t)
 
-    return Fragment((CHUNK, TILE), forward_fn=forward)
+    return Fragment((CHUNK, columns), forward_fn=forward)
 
 
 @T.macro
@@ -253,8 +254,8 @@ def prepare_chunk(here, tiles, barriers, registers):
 
 # --- state group
 @T.macro
-def multiply_values(here, tiles, registers):
-    """X^T = V^T A'^T, left in flight."""
+def multiply_values(here, tiles, registers, clear):
+    """X^T = V^T A'^T, added to X unless that is cleared, left in flight."""
     TC.wgmma_gemm(
         tiles.v[here.stage, :, :],
         tiles.a[here.stage, :, :],
@@ -262,7 +263,7 @@ def multiply_values(here, tiles, registers):
         transpose_A=True,
         transpose_B=True,
         policy=FULL_ROW,
-        clear_accum=True,
+        clear_accum=clear,
     )
 
 
@@ -284,9 +285,8 @@ def finish_values(here, tiles, registers):
 
 # --- scores group
 @T.macro
-def make_scores(here, scale, tiles, registers):
-    """P of the chunk, as bf16 in registers."""
-    # Q K^T
+def multiply_queries_keys(here, tiles, registers):
+    """Q K^T, left in flight."""
     TC.wgmma_gemm(
         tiles.q[here.stage, :, :],
         tiles.k[here.stage, :, :],
@@ -294,6 +294,11 @@ def make_scores(here, scale, tiles, registers):
         transpose_B=True,
         clear_accum=True,
     )
+
+
+@T.macro
+def gate_scores(here, scale, tiles, registers):
+    """P of the chunk, as bf16 in registers, of Q K^T in flight."""
     registers.slow[0] = tiles.slow[here.stage]
     registers.growth[0] = tiles.growth[here.stage]
     TC.wait_wgmma(0)
@@ -324,7 +329,7 @@ def make_scores(here, scale, tiles, registers):
 @T.macro
 def round_output(registers):
     """O^T = scale exp(G) O^T, of a slow chunk O^T, as bf16 [tokens, columns]."""
-    for i, j in T.Parallel(TILE, CHUNK):
+    for i, j in T.Parallel(*registers.output.shape):
         registers.output_operand[j, i] = T.cast(registers.output[i, j] * registers.gate[j], BF16)
 
 
@@ -332,7 +337,7 @@ def round_output(registers):
 def gate_slow_output(here, tiles, registers):
     """O^T = scale exp(G) O^T of a slow chunk, before the scores' part."""
     if registers.slow[0] != 0:
-        for i, j in T.Parallel(TILE, CHUNK):
+        for i, j in T.Parallel(*registers.output.shape):
             registers.output[i, j] *= tiles.state_gate[here.stage, j]
 
 
@@ -360,7 +365,7 @@ def producer_warp(place, inputs, tiles, barriers):
             barrier=barriers.inputs_landed[here.stage],
         )
         T.tma_copy(
-            inputs.v[place.batch, tokens, place.head, place.dv : place.dv + TILE],
+            inputs.v[place.batch, tokens, place.head, place.dv : place.dv + place.columns],
             tiles.v[here.stage, :, :],
             barrier=barriers.inputs_landed[here.stage],
         )
@@ -464,6 +469,7 @@ def forward_prim_func(config: PreparedConfig, name: str, cta):
                 head=block // slices % heads_v,
                 head_q=block // slices % heads_v // (heads_v // heads_q),
                 dv=block % slices * config.block_dv,
+                columns=config.block_dv,
                 tokens=tokens,
                 chunks=T.ceildiv(tokens, CHUNK),
             )

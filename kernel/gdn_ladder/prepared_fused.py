@@ -38,10 +38,11 @@ from .prepared import (
     following,
     forward_prim_func,
     gate_scalars,
+    gate_scores,
     gate_slow_output,
     gate_warps,
     input_tiles,
-    make_scores,
+    multiply_queries_keys,
     multiply_values,
     prepare_fragments,
     prepare_role,
@@ -76,7 +77,7 @@ class FusedConfig(PreparedConfig):
 @T.macro
 def load_state(config, place, inputs, registers):
     if config.use_initial_state:
-        for i, j in T.Parallel(TILE, HEAD_DIM):
+        for i, j in T.Parallel(*registers.state.shape):
             registers.state[i, j] = inputs.initial_state[place.batch, place.head, j, place.dv + i]
     else:
         T.clear(registers.state)
@@ -85,7 +86,7 @@ def load_state(config, place, inputs, registers):
 @T.macro
 def store_state(place, inputs, registers):
     """The state after the last chunk, with the decay that is still to be applied."""
-    for i, j in T.Parallel(TILE, HEAD_DIM):
+    for i, j in T.Parallel(*registers.state.shape):
         inputs.final_state[place.batch, place.head, j, place.dv + i] = (
             registers.state[i, j] * registers.owed[0]
         )
@@ -102,7 +103,7 @@ def take_chunk(here, tiles, barriers, registers):
 def multiply_keys(here, tiles, registers):
     """U'^T = S^T K^T, from the state as bf16, left in flight."""
     for half, columns in enumerate(DK_HALVES):
-        for i, j in T.Parallel(TILE, TILE):
+        for i, j in T.Parallel(*registers.state_operand[half].shape):
             registers.state_operand[half][i, j] = registers.state[i, half * TILE + j]
         TC.wgmma_gemm(
             registers.state_operand[half],
@@ -115,10 +116,8 @@ def multiply_keys(here, tiles, registers):
 
 
 @T.macro
-def solve_values(here, tiles, registers):
-    """From U'^T in flight to the finished S^T Q^T and X."""
-    registers.slow[0] = registers.coming_slow[0]
-    # O^T = S^T Q^T
+def multiply_queries(here, tiles, registers):
+    """O^T = S^T Q^T, left in flight."""
     for half, columns in enumerate(DK_HALVES):
         TC.wgmma_gemm(
             registers.state_operand[half],
@@ -128,11 +127,23 @@ def solve_values(here, tiles, registers):
             policy=FULL_ROW,
             clear_accum=half == 0,
         )
-    multiply_values(here, tiles, registers)
-    # S^T = keep S^T
+
+
+@T.macro
+def decay_state(registers):
+    """S^T = keep S^T, where keep is not 1."""
     if registers.keep[0] != 1.0:
-        for i, j in T.Parallel(TILE, HEAD_DIM):
+        for i, j in T.Parallel(*registers.state.shape):
             registers.state[i, j] *= registers.keep[0]
+
+
+@T.macro
+def solve_values(here, tiles, registers):
+    """From U'^T in flight to the finished S^T Q^T and X."""
+    registers.slow[0] = registers.coming_slow[0]
+    multiply_queries(here, tiles, registers)
+    multiply_values(here, tiles, registers, True)
+    decay_state(registers)
     TC.wait_wgmma(3)  # the two products with Q and the one with A' are in flight
     finish_values(here, tiles, registers)
     TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
@@ -154,7 +165,7 @@ def absorb_values(here, tiles, registers):
     if registers.slow[0] != 0:
         TC.wait_wgmma(0)
         # X^T = exp(g_last - g) X^T
-        for i, j in T.Parallel(TILE, CHUNK):
+        for i, j in T.Parallel(*registers.x.shape):
             registers.x[i, j] *= tiles.value_gate[here.stage, j]
         T.copy(registers.x, registers.x_operand)
     # S^T += X^T K
@@ -226,7 +237,8 @@ def scores_role(place, scale, tiles, barriers, registers):
     for chunk in T.serial(place.chunks):
         here = step(chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
-        make_scores(here, scale, tiles, registers)
+        multiply_queries_keys(here, tiles, registers)
+        gate_scores(here, scale, tiles, registers)
         T.copy(registers.scores_operand, tiles.scores[here.stage, :, :])
         T.fence_proxy_async()
         arrive_warp(barriers.chunk_ready, here.stage)

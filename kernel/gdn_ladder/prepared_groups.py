@@ -39,11 +39,12 @@ from .prepared import (
     following,
     forward_prim_func,
     gate_scalars,
+    gate_scores,
     gate_slow_output,
     gate_warps,
     input_tiles,
     laps,
-    make_scores,
+    multiply_queries_keys,
     multiply_values,
     prepare_fragments,
     prepare_role,
@@ -123,7 +124,7 @@ def store_state(place, inputs, registers):
 def begin_values(here, tiles, barriers, registers):
     """V^T A'^T, left in flight."""
     T.barrier_wait(barriers.chunk_ready[here.stage], here.filled)
-    multiply_values(here, tiles, registers)
+    multiply_values(here, tiles, registers, True)
     registers.keep[0] = tiles.keep[here.stage]
     registers.slow[0] = tiles.slow[here.stage]
 
@@ -233,7 +234,8 @@ def scores_role(place, scale, tiles, barriers, registers):
     for chunk in T.serial(place.chunks):
         here = step(chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
-        make_scores(here, scale, tiles, registers)
+        multiply_queries_keys(here, tiles, registers)
+        gate_scores(here, scale, tiles, registers)
         arrive_warp(barriers.inputs_free, here.stage)
         # Also keeps this group from arriving twice in one phase of a publication.
         T.barrier_wait(barriers.scores_free[0], chunk % 2)

@@ -20,12 +20,13 @@ from typing import ClassVar
 
 import tilelang.cuda.language as TC
 import tilelang.language as T
-from tilelang.layout import Fragment, make_full_bank_swizzled_layout
+from tilelang.layout import make_full_bank_swizzled_layout
 
 from .prepared import (
     ACCUMULATOR_REGISTERS,
     BF16,
     CHUNK,
+    DK_HALVES,
     FP32,
     FULL_ROW,
     GATE_WARPS,
@@ -38,43 +39,44 @@ from .prepared import (
     WARP_GROUP,
     WARPS_PER_GROUP,
     PreparedConfig,
-    accumulator_register,
-    accumulator_thread,
     arrive_warp,
     following,
     forward_prim_func,
     gate_scalars,
+    gate_scores,
+    gate_slow_output,
     gate_warps,
     input_tiles,
+    multiply_queries_keys,
+    multiply_values,
+    producer_warp,
+    score_fragments,
     set_registers,
     step,
+    transposed_accumulator,
+)
+from .prepared_fused import (
+    OUTPUT_LAG,
+    absorb_values,
+    decay_state,
+    finish_output,
+    finish_state,
+    load_state,
+    multiply_keys,
+    multiply_queries,
+    store_state,
+    take_chunk,
 )
 
 __all__ = ["PASS_CONFIGS", "WideConfig", "wide_kernel"]
 
 STATE_GROUPS = HEAD_DIM // TILE
-DK_HALVES = (slice(0, TILE), slice(TILE, HEAD_DIM))
-# Chunks that chunk_ready runs ahead of the tile that it says is free.
-OUTPUT_LAG = 2
 
 
 class WideConfig(PreparedConfig):
     block_dv: ClassVar[int] = HEAD_DIM
     registers: ClassVar[dict[str, int]] = {"state": 192, "prepare": 96, "service": 32}
     unrolled: ClassVar[bool] = False
-
-    @property
-    def threads(self) -> int:
-        return (2 + STATE_GROUPS) * WARP_GROUP
-
-
-def transposed_accumulator() -> Fragment:
-    """Fragment of [64, 128]: (t, d) lies where an accumulator [128, 64] holds (d, t)."""
-
-    def forward(t, d):
-        return d // TILE * WARP_GROUP + accumulator_thread(d, t), accumulator_register(d, t)
-
-    return Fragment((CHUNK, HEAD_DIM), forward_fn=forward)
 
 
 # --- prepare group
@@ -84,14 +86,7 @@ def prepare_role(place, scale, tiles, barriers, registers):
     for chunk in T.serial(place.chunks):
         here = step(chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
-        # Q K^T
-        TC.wgmma_gemm(
-            tiles.q[here.stage, :, :],
-            tiles.k[here.stage, :, :],
-            registers.scores,
-            transpose_B=True,
-            clear_accum=True,
-        )
+        multiply_queries_keys(here, tiles, registers)
         T.copy(tiles.a[here.stage, :, :], registers.inverse)
         T.sync_threads(PREPARE_SYNC, WARP_GROUP)
         for i, j in T.Parallel(CHUNK, CHUNK):
@@ -102,30 +97,7 @@ def prepare_role(place, scale, tiles, barriers, registers):
                 * tiles.beta[here.stage, j]
             )
         T.copy(registers.gated, tiles.a[here.stage, :, :])
-        registers.slow[0] = tiles.slow[here.stage]
-        registers.growth[0] = tiles.growth[here.stage]
-        TC.wait_wgmma(0)
-        TC.warpgroup_fence_operand(registers.scores, num_regs=ACCUMULATOR_REGISTERS)
-        if registers.slow[0] == 0:
-            # P = exp(-r) tril(Q K^T)
-            if registers.growth[0] != 1.0:
-                for i, j in T.Parallel(CHUNK, CHUNK):
-                    registers.scores[i, j] *= registers.growth[0]
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                registers.scores[i, j] = T.if_then_else(i >= j, registers.scores[i, j], 0.0)
-        else:
-            # P = scale tril(exp(g_i - g_j)) * (Q K^T)
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                registers.scores[i, j] = T.if_then_else(
-                    i >= j,
-                    registers.scores[i, j]
-                    * (
-                        scale
-                        * T.exp2(tiles.score_gate[here.stage, i] - tiles.score_gate[here.stage, j])
-                    ),
-                    0.0,
-                )
-        T.copy(registers.scores, registers.scores_operand)
+        gate_scores(here, scale, tiles, registers)
         T.copy(registers.scores_operand, tiles.scores[here.stage, :, :])
         T.fence_proxy_async()
         arrive_warp(barriers.chunk_ready, here.stage)
@@ -133,53 +105,10 @@ def prepare_role(place, scale, tiles, barriers, registers):
 
 # --- state groups
 @T.macro
-def load_state(config, place, inputs, registers):
-    if config.use_initial_state:
-        for i, j in T.Parallel(HEAD_DIM, HEAD_DIM):
-            registers.state[i, j] = inputs.initial_state[place.batch, place.head, j, i]
-    else:
-        T.clear(registers.state)
-
-
-@T.macro
-def store_state(place, inputs, registers):
-    """The state after the last chunk, with the decay that is still to be applied."""
-    for i, j in T.Parallel(HEAD_DIM, HEAD_DIM):
-        inputs.final_state[place.batch, place.head, j, i] = (
-            registers.state[i, j] * registers.owed[0]
-        )
-
-
-@T.macro
-def take_chunk(here, tiles, barriers, registers):
-    T.barrier_wait(barriers.chunk_ready[here.stage], here.filled)
-    registers.coming_slow[0] = tiles.slow[here.stage]
-    registers.keep[0] = tiles.keep[here.stage]
-
-
-@T.macro
 def multiply_state(here, tiles, registers):
     """U'^T = S^T K^T and O^T = S^T Q^T, from the state as bf16, left in flight."""
-    for half, columns in enumerate(DK_HALVES):
-        for i, j in T.Parallel(HEAD_DIM, TILE):
-            registers.state_operand[half][i, j] = registers.state[i, half * TILE + j]
-        TC.wgmma_gemm(
-            registers.state_operand[half],
-            tiles.k[here.stage, :, columns],
-            registers.x,
-            transpose_B=True,
-            policy=FULL_ROW,
-            clear_accum=half == 0,
-        )
-    for half, columns in enumerate(DK_HALVES):
-        TC.wgmma_gemm(
-            registers.state_operand[half],
-            tiles.q[here.stage, :, columns],
-            registers.output,
-            transpose_B=True,
-            policy=FULL_ROW,
-            clear_accum=half == 0,
-        )
+    multiply_keys(here, tiles, registers)
+    multiply_queries(here, tiles, registers)
 
 
 @T.macro
@@ -194,10 +123,7 @@ def solve_values(here, tiles, registers):
         registers.x_operand[i, j] = T.cast(registers.x[i, j] * registers.gate[j], BF16)
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
-    # S^T = keep S^T
-    if registers.keep[0] != 1.0:
-        for i, j in T.Parallel(HEAD_DIM, HEAD_DIM):
-            registers.state[i, j] *= registers.keep[0]
+    decay_state(registers)
     # X^T = (-exp(G) U'^T) A'^T + V^T A'^T
     TC.wgmma_gemm(
         registers.x_operand,
@@ -207,63 +133,11 @@ def solve_values(here, tiles, registers):
         policy=FULL_ROW,
         clear_accum=True,
     )
-    TC.wgmma_gemm(
-        tiles.v[here.stage, :, :],
-        tiles.a[here.stage, :, :],
-        registers.x,
-        transpose_A=True,
-        transpose_B=True,
-        policy=FULL_ROW,
-    )
-    # O^T = scale exp(G) O^T of a slow chunk, before the scores' part
-    if registers.slow[0] != 0:
-        for i, j in T.Parallel(HEAD_DIM, CHUNK):
-            registers.output[i, j] *= tiles.state_gate[here.stage, j]
+    multiply_values(here, tiles, registers, False)
+    gate_slow_output(here, tiles, registers)
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.x, num_regs=ACCUMULATOR_REGISTERS)
     T.copy(registers.x, registers.x_operand)
-
-
-@T.macro
-def absorb_values(here, tiles, registers):
-    """What X adds to output and state, left in flight."""
-    # O^T += X^T P^T
-    TC.wgmma_gemm(
-        registers.x_operand,
-        tiles.scores[here.stage, :, :],
-        registers.output,
-        transpose_B=True,
-        policy=FULL_ROW,
-    )
-    if registers.slow[0] != 0:
-        TC.wait_wgmma(0)
-        # X^T = exp(g_last - g) X^T
-        for i, j in T.Parallel(HEAD_DIM, CHUNK):
-            registers.x[i, j] *= tiles.value_gate[here.stage, j]
-        T.copy(registers.x, registers.x_operand)
-    # S^T += X^T K
-    TC.wgmma_gemm(
-        registers.x_operand,
-        tiles.k[here.stage, :, :],
-        registers.state,
-        policy=FULL_ROW,
-    )
-
-
-@T.macro
-def finish_output(here, tiles, registers):
-    """The finished O as bf16, beside the state's update."""
-    T.copy(tiles.output_gate[here.stage, :], registers.gate)
-    TC.wait_wgmma(1)  # the update is in flight
-    TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
-    for i, j in T.Parallel(HEAD_DIM, CHUNK):
-        registers.output_operand[j, i] = T.cast(registers.output[i, j] * registers.gate[j], BF16)
-
-
-@T.macro
-def finish_state(registers):
-    TC.wait_wgmma(0)
-    TC.warpgroup_fence_operand(registers.state, num_regs=2 * ACCUMULATOR_REGISTERS)
 
 
 @T.macro
@@ -307,36 +181,6 @@ def state_role(config, place, inputs, tiles, barriers, registers):
 
 # --- service group
 @T.macro
-def producer_warp(place, inputs, tiles, barriers):
-    for chunk in T.serial(place.chunks):
-        here = step(chunk)
-        first = chunk * CHUNK
-        tokens = slice(first, first + CHUNK)
-        T.barrier_wait(barriers.inputs_free[here.stage], here.freed)
-        T.tma_copy(
-            inputs.k[place.batch, tokens, place.head_q, 0:HEAD_DIM],
-            tiles.k[here.stage, :, :],
-            barrier=barriers.inputs_landed[here.stage],
-        )
-        T.tma_copy(
-            inputs.q[place.batch, tokens, place.head_q, 0:HEAD_DIM],
-            tiles.q[here.stage, :, :],
-            barrier=barriers.inputs_landed[here.stage],
-        )
-        T.tma_copy(
-            inputs.a[place.batch, tokens, place.head, 0:CHUNK],
-            tiles.a[here.stage, :, :],
-            barrier=barriers.inputs_landed[here.stage],
-        )
-        T.tma_copy(
-            inputs.v[place.batch, tokens, place.head, 0:HEAD_DIM],
-            tiles.v[here.stage, :, :],
-            barrier=barriers.inputs_landed[here.stage],
-        )
-        T.barrier_arrive(barriers.inputs_landed[here.stage])
-
-
-@T.macro
 def writer_warp(place, inputs, tiles, barriers):
     """TMA stores; they drop rows past the end."""
     for chunk in tuple(range(OUTPUT_LAG)):
@@ -377,17 +221,16 @@ def wide_cta(config, place, scale, inputs):
         output_stored=T.alloc_barrier([1]),  # by the writer warp
     )
     ahead = SimpleNamespace(
-        scores=T.alloc_fragment((CHUNK, CHUNK), FP32),
-        scores_operand=T.alloc_fragment((CHUNK, CHUNK), BF16),
+        **score_fragments(),
         inverse=T.alloc_fragment((CHUNK, CHUNK), BF16),
         gated=T.alloc_fragment((CHUNK, CHUNK), BF16),
-        slow=T.alloc_local((1,), "int32"),
-        growth=T.alloc_local((1,), FP32),
     )
+    product = T.alloc_fragment((HEAD_DIM, CHUNK), FP32)
     chain = SimpleNamespace(
         state=T.alloc_fragment((HEAD_DIM, HEAD_DIM), FP32),
         state_operand=[T.alloc_fragment((HEAD_DIM, TILE), BF16) for _ in DK_HALVES],
-        x=T.alloc_fragment((HEAD_DIM, CHUNK), FP32),
+        u=product,
+        x=product,
         x_operand=T.alloc_fragment((HEAD_DIM, CHUNK), BF16),
         output=T.alloc_fragment((HEAD_DIM, CHUNK), FP32),
         gate=T.alloc_fragment((CHUNK,), FP32),
@@ -400,7 +243,7 @@ def wide_cta(config, place, scale, inputs):
     gates = gate_scalars()
     T.annotate_layout(
         {
-            chain.output_operand: transposed_accumulator(),
+            chain.output_operand: transposed_accumulator(HEAD_DIM),
             tiles.output: make_full_bank_swizzled_layout(tiles.output),
         }
     )
