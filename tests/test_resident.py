@@ -7,7 +7,7 @@ pytest.importorskip("tilelang")
 
 from cases import CHUNK, HEAD_DIM
 from gdn_prefill import toolchain
-from gdn_prefill.kernels import resident
+from gdn_prefill.kernels import resident_common
 from gdn_prefill.kernels.resident import PASS_CONFIGS, ResidentConfig, resident_kernel
 from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
 
@@ -22,11 +22,15 @@ TILES = (64, 128)
         ({"block_dv": 32}, "block_dv=32"),
         ({"stages": 1}, "stages=1"),
         ({"slots": 0}, "slots=0"),
+        ({"slots": 2, "block_dv": 128}, "slots=2 is an option of block_dv=64"),
+        ({"unrolled": True, "block_dv": 128}, "unrolled=True"),
         ({"slots": 1}, "slots=1"),
         ({"slots": 4}, "stages=3"),
         ({"registers": (240, 144, 88, 64)}, "of 512"),
         ({"registers": (212, 144, 88, 64)}, "multiple of 8"),
         ({"registers": (176, 128, 32)}, "state, output, scores, service"),
+        ({"registers": (200, 88, 40), "block_dv": 128}, "of 512"),
+        ({"registers": (192, 88, 40, 64), "block_dv": 128}, "state, prepare, service"),
     ],
 )
 def test_configuration_names_what_is_wrong(settings, message):
@@ -46,11 +50,11 @@ def test_names_tell_specialisations_apart():
 
 def test_accumulator_layout_is_a_bijection_and_that_of_wgmma():
     places = {
-        (resident.accumulator_thread(i, j), resident.accumulator_register(i, j))
-        for i in range(resident.TILE)
-        for j in range(resident.TILE)
+        (resident_common.accumulator_thread(i, j), resident_common.accumulator_register(i, j))
+        for i in range(resident_common.TILE)
+        for j in range(resident_common.TILE)
     }
-    expected = {(t, r) for t in range(128) for r in range(resident.ACCUMULATOR_REGISTERS)}
+    expected = {(t, r) for t in range(128) for r in range(resident_common.ACCUMULATOR_REGISTERS)}
     assert places == expected
     # PTX ISA, wgmma m64nNk16 accumulator: row 16 w + l / 4 (+ 8), columns 8 n + 2 (l % 4) (+ 1).
     for warp, lane, block in ((0, 0, 0), (1, 5, 3), (3, 31, 7)):
@@ -59,8 +63,8 @@ def test_accumulator_layout_is_a_bijection_and_that_of_wgmma():
         for offset, (i, j) in enumerate(
             ((row, column), (row, column + 1), (row + 8, column), (row + 8, column + 1))
         ):
-            assert resident.accumulator_thread(i, j) == thread
-            assert resident.accumulator_register(i, j) == 4 * block + offset
+            assert resident_common.accumulator_thread(i, j) == thread
+            assert resident_common.accumulator_register(i, j) == 4 * block + offset
 
 
 @pytest.mark.parametrize("tile", TILES)

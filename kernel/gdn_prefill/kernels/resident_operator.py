@@ -1,15 +1,7 @@
 """The forward kernel of the full operator: the roles of resident.py over other operands.
 
 What the options change is where a CTA's tokens lie, what its gate warps fetch, and where states
-come from and go to; the chain of products is resident.py's. With norms n_k of the rows of K and n_q
-of those of Q,
-
-    W'^T    = beta V^T - (beta exp(G) n_k) U'^T
-    X^T     = (n_k exp(r - G)) V_new^T
-    P       = (scale n_q exp(G - r)) tril(Q K^T)
-
-so that nothing but the factors of the gate warps knows about norms: X serves K as it is stored, and
-the scores need none of K's. In a slow chunk the output gets V_new, and P has both norms.
+come from and go to; the chain of products is that of resident_narrow.py or resident_wide.py.
 
 Tables are time-contiguous, [B, heads, T]. Index tensors are read as 32-bit words with a step: 1 for
 int32, 2 for int64, of which the low word is the number; 0 where there is none and entry n is n.
@@ -21,8 +13,8 @@ stored. Such a chunk's output is stored row by row, all others by TMA. A sequenc
 no chain; its state is copied, or left alone where it is updated in place.
 
 fp16 operands hold neither X nor P of a lazy decay: every chunk is flushed, so that X is at most
-V_new, and a chunk is slow from a decay of 2^FP16_SLOW_LIMIT on, so that P is at most
-2^-FP16_SLOW_LIMIT scale Q K^T. The state is an operand as well: its elements must stay below 65504.
+V_new, and a chunk is slow from little decay on (SLOW_LIMITS), so that P is not much more than
+Q K^T. The state is an operand as well: its elements must stay below 65504.
 """
 
 from dataclasses import dataclass
@@ -31,34 +23,32 @@ from types import SimpleNamespace
 import tilelang
 import tilelang.language as T
 
-from . import resident
 from .parameters import pool, vectors
-from .resident import (
+from .resident import TILES, resident_cta
+from .resident_common import (
     CHUNK,
-    DK_HALVES,
     FLUSH_LIMIT,
     GATE_WARPS,
     HEAD_DIM,
-    SLOW_LIMIT,
     TILE,
     WARP,
     SegmentTokens,
     TileConfig,
-    resident_cta,
+    state_parts,
 )
+from .resident_common import PASS_CONFIGS as RESIDENT_PASS_CONFIGS
 
 DTYPES = ("bfloat16", "float16")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", None: "none"}
-FP16_SLOW_LIMIT = -8.0
 ALWAYS = 3.0e38  # a flush limit that every chunk passes
 VECTOR = 8  # 16-bit elements of one access
 KEY_PIECES = HEAD_DIM // VECTOR  # of a row of K
-TILE_PIECES = TILE // VECTOR  # of a row of A, or of an output tile
+INVERSE_PIECES = CHUNK // VECTOR  # of a row of A
 
 # Every index is within its tensor as it is written.
 PASS_CONFIGS = {
-    **resident.PASS_CONFIGS,
+    **RESIDENT_PASS_CONFIGS,
     tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
 }
 
@@ -110,11 +100,6 @@ class OperatorConfig(TileConfig):
     def keeps_states(self) -> bool:
         return self.kept_states is not None
 
-    @property
-    def slow_limit(self) -> float:
-        """log2 of the smallest decay of one chunk that its factors may hold."""
-        return FP16_SLOW_LIMIT if self.dtype == "float16" else SLOW_LIMIT
-
     def flush_limit(self, batch_invariant: bool) -> float:
         """log2 of the smallest decay kept outside the state registers: the argument of a launch.
 
@@ -160,20 +145,31 @@ def cell(config, row, place, dk, dv):
 
 @T.macro
 def read_state(config, place, states, row, registers):
-    for half in DK_HALVES:
-        for i, j in T.Parallel(config.block_dv, TILE):
-            registers.state[half][i, j] = T.cast(
-                states[cell(config, row, place, half * TILE + j, i)], "float32"
-            )
+    """A row of a pool, zero where there is none."""
+    for part, first in state_parts(registers):
+        if config.initial_state == "bfloat16":
+            # One branch around all loads would have them wait as 16 bits, in other registers.
+            for i, j in T.Parallel(*part.shape):
+                part[i, j] = T.if_then_else(
+                    row >= 0,
+                    T.cast(states[cell(config, row, place, first + j, i)], "float32"),
+                    0.0,
+                )
+        else:
+            if row >= 0:
+                for i, j in T.Parallel(*part.shape):
+                    part[i, j] = T.cast(states[cell(config, row, place, first + j, i)], "float32")
+            else:
+                T.clear(part)
 
 
 @T.macro
 def write_state(config, place, states, row, dtype, registers):
     """With the decay that is still to be applied."""
-    for half in DK_HALVES:
-        for i, j in T.Parallel(config.block_dv, TILE):
-            states[cell(config, row, place, half * TILE + j, i)] = T.cast(
-                registers.state[half][i, j] * registers.owed[0], dtype
+    for part, first in state_parts(registers):
+        for i, j in T.Parallel(*part.shape):
+            states[cell(config, row, place, first + j, i)] = T.cast(
+                part[i, j] * registers.owed[0], dtype
             )
 
 
@@ -184,14 +180,10 @@ def load_initial_state(config, place, inputs, registers):
             entry(inputs.initial_rows, place.sequence, place.initial_step),
             inputs.initial_state.shape[0],
         )
-        if place.row[0] >= 0:
-            read_state(config, place, inputs.initial_state, place.row[0], registers)
-        else:
-            for half in DK_HALVES:
-                T.clear(registers.state[half])
+        read_state(config, place, inputs.initial_state, place.row[0], registers)
     else:
-        for half in DK_HALVES:
-            T.clear(registers.state[half])
+        for part, _first in state_parts(registers):
+            T.clear(part)
 
 
 @T.macro
@@ -199,10 +191,10 @@ def load_state(config, place, inputs, registers):
     """The state that the CTA's first chunk begins with; keeps it where it is asked for."""
     if config.segmented:
         if place.segment > 0:
-            for half in DK_HALVES:
-                for i, j in T.Parallel(config.block_dv, TILE):
-                    registers.state[half][i, j] = inputs.segment_states[
-                        place.segment - 1, place.batch, place.head, place.dv + i, half * TILE + j
+            for part, first in state_parts(registers):
+                for i, j in T.Parallel(*part.shape):
+                    part[i, j] = inputs.segment_states[
+                        place.segment - 1, place.batch, place.head, place.dv + i, first + j
                     ]
         else:
             load_initial_state(config, place, inputs, registers)
@@ -339,52 +331,59 @@ def clear_neighbours(config, place, here, token, tiles):
             if row >= valid:
                 if lane < KEY_PIECES:
                     clear_piece(tiles.k, (here.stage, row), lane)
-                elif lane < KEY_PIECES + TILE_PIECES:
+                elif lane < KEY_PIECES + INVERSE_PIECES:
                     clear_piece(tiles.a, (here.stage, row), lane - KEY_PIECES)
-                for stage in tuple(range(config.stages)):
-                    if here.stage == stage and lane >= WARP - config.block_dv // VECTOR:
-                        clear_piece(
-                            tiles.v[stage], (row,), lane - (WARP - config.block_dv // VECTOR)
-                        )
+                if lane >= WARP - config.block_dv // VECTOR:
+                    TILES[config.block_dv].clear_values(
+                        config,
+                        here,
+                        row,
+                        lane - (WARP - config.block_dv // VECTOR),
+                        tiles,
+                        clear_piece,
+                    )
         T.fence_proxy_async()
 
 
 @T.macro
 def store_output(config, place, chunk, lane, inputs, tiles):
-    """One TMA store a state group; where the next sequence begins in the tile, row by row."""
+    """By TMA; where the next sequence begins in the tile, row by row."""
     first = chunk * CHUNK
     if config.packed:
         if first + CHUNK <= place.tokens:
-            store_tiles(config, place, first, inputs, tiles)
+            store_tile(config, place, first, inputs, tiles)
         else:
             store_rows(config, place, first, lane, inputs, tiles)
     else:
-        store_tiles(config, place, first, inputs, tiles)
+        store_tile(config, place, first, inputs, tiles)
 
 
 @T.macro
-def store_tiles(config, place, first, inputs, tiles):
-    for group in tuple(range(config.state_groups)):
-        column = place.dv + group * TILE
-        T.copy(
-            tiles.output[group],
-            inputs.output[place.batch, first : first + CHUNK, place.head, column : column + TILE],
-        )
+def store_tile(config, place, first, inputs, tiles):
+    T.copy(
+        tiles.output,
+        inputs.output[
+            place.batch,
+            first : first + CHUNK,
+            place.head,
+            place.dv : place.dv + config.block_dv,
+        ],
+    )
 
 
 @T.macro
 def store_rows(config, place, first, lane, inputs, tiles):
-    for group in tuple(range(config.state_groups)):
-        for lap in T.serial(CHUNK * TILE_PIECES // WARP):
-            row = lap * (WARP // TILE_PIECES) + lane // TILE_PIECES
-            if first + row < place.tokens:
-                for e in T.vectorized(VECTOR):
-                    inputs.output.tensor[
-                        place.batch,
-                        place.first + first + row,
-                        place.head,
-                        place.dv + group * TILE + lane % TILE_PIECES * VECTOR + e,
-                    ] = tiles.output[group][row, lane % TILE_PIECES * VECTOR + e]
+    pieces = config.block_dv // VECTOR
+    for lap in T.serial(CHUNK * pieces // WARP):
+        row = lap * (WARP // pieces) + lane // pieces
+        if first + row < place.tokens:
+            for e in T.vectorized(VECTOR):
+                inputs.output.tensor[
+                    place.batch,
+                    place.first + first + row,
+                    place.head,
+                    place.dv + lane % pieces * VECTOR + e,
+                ] = tiles.output[row, lane % pieces * VECTOR + e]
 
 
 HOOKS = SimpleNamespace(

@@ -1,0 +1,430 @@
+"""The resident kernel of all 128 state columns: two state groups that make the output too.
+
+One CTA owns one head's state and walks its chunks of C = 64 tokens in order. S^T [128, dk] lies in
+the registers of two state groups, 64 rows each, as in resident_narrow.py. With G, r and keep as in
+resident_common.py, n_k and n_q the norms of the rows of K and Q, 1 where there are none:
+
+    A'   = n_k exp(r - G) A beta                            prepare group
+    P    = exp(-r) tril(Q K^T)                              prepare group
+    U'^T = S^T K^T                                          state groups
+    X^T  = (-n_k exp(G) U'^T) A'^T + V^T A'^T               state groups
+    S^T  = keep S^T + X^T K                                 state groups
+    O^T  = scale n_q exp(G) (S^T Q^T + X^T P^T)             state groups
+
+A' and P do not depend on the state, so a chunk's are ready before the chain comes to it. Factors of
+n_k and exp(r - G) are those of rows of A, beta of its columns. In a slow chunk
+
+    A' = A beta,  P = scale n_q tril(exp(g_i - g_j)) * (Q K^T) n_k,
+    O^T = scale n_q exp(G) (S^T Q^T) + X^T P^T
+
+and the state gets n_k exp(g_last - g) X^T.
+
+Roles of the 512 threads: two state warp groups (the chain and the output, all of it in registers),
+a prepare warp group and a service warp group of a producer warp (TMA loads), a writer warp (TMA
+stores) and two gate warps. Q, K, A and what is made of them are loaded and made once for both state
+groups, and while one of them converts registers the other's products keep the tensor cores busy.
+U' and X share an accumulator: all that a WGMMA writes stays allocated over the whole loop, which is
+not unrolled by stages, as ptxas then makes the descriptors of WGMMA in ordinary registers and moves
+each over.
+"""
+
+from types import SimpleNamespace
+
+import tilelang.cuda.language as TC
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
+
+from .resident_common import (
+    ACCUMULATOR_REGISTERS,
+    CHUNK,
+    FULL_ROW,
+    GATE_WARPS,
+    HEAD_DIM,
+    TILE,
+    WARP,
+    WARPS_PER_GROUP,
+    arrive_warp,
+    chunk_scalars,
+    following,
+    gate_scalars,
+    gate_slow_scores,
+    gate_warps,
+    load_chunk,
+    lower_triangle,
+    multiply_queries_keys,
+    of_key,
+    of_query,
+    set_registers,
+    step,
+    transposed_accumulator,
+    write_slow_score_gates,
+)
+
+DK_HALVES = (slice(0, TILE), slice(TILE, HEAD_DIM))  # one converts while the other is multiplied
+STATE_REGISTERS = len(DK_HALVES) * ACCUMULATOR_REGISTERS
+PREPARE_SYNC = 1  # named barrier inside the prepare group; 0 is the whole block's
+OUTPUT_LAG = 2  # chunks that chunk_ready runs ahead of the output tile that it says is free
+
+
+# --- prepare group
+@T.macro
+def prepare_role(config, place, scale, tiles, barriers, registers):
+    """A' and P of every chunk, ahead of the chain."""
+    for chunk in T.serial(place.chunks):
+        here = step(config, chunk)
+        T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
+        multiply_queries_keys(here, tiles, registers)
+        for i, j in T.Parallel(CHUNK, CHUNK):
+            # A' = n_k exp(r - G) A beta
+            tiles.a[here.stage, i, j] = T.cast(
+                T.cast(tiles.a[here.stage, i, j], "float32")
+                * tiles.row_factor[here.stage, i]
+                * tiles.beta[here.stage, j],
+                config.dtype,
+            )
+        gate_scores(config, here, scale, tiles, registers)
+        T.copy(registers.scores_operand, tiles.scores[here.stage, :, :])
+        T.fence_proxy_async()
+        arrive_warp(barriers.chunk_ready, here.stage)
+
+
+@T.macro
+def gate_scores(config, here, scale, tiles, registers):
+    """P of the chunk, as an operand in registers, of Q K^T in flight."""
+    registers.slow[0] = tiles.slow[here.stage]
+    registers.growth[0] = tiles.growth[here.stage]
+    TC.wait_wgmma(0)
+    TC.warpgroup_fence_operand(registers.scores, num_regs=ACCUMULATOR_REGISTERS)
+    if registers.slow[0] == 0:
+        # P = exp(-r) tril(Q K^T)
+        if registers.growth[0] != 1.0:
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                registers.scores[i, j] *= registers.growth[0]
+        lower_triangle(registers)
+    else:
+        T.copy(tiles.score_gate[here.stage, :], registers.row_gate)
+        gate_slow_scores(config, here, scale, tiles, registers)
+    T.copy(registers.scores, registers.scores_operand)
+
+
+# --- state groups
+@T.macro
+def take_chunk(here, tiles, barriers, registers):
+    T.barrier_wait(barriers.chunk_ready[here.stage], here.filled)
+    registers.coming_slow[0] = tiles.slow[here.stage]
+    registers.keep[0] = tiles.keep[here.stage]
+
+
+@T.macro
+def multiply_state(here, tiles, registers):
+    """U'^T = S^T K^T and O^T = S^T Q^T, from the state as an operand, left in flight."""
+    for half, columns in enumerate(DK_HALVES):
+        for i, j in T.Parallel(HEAD_DIM, TILE):
+            registers.state_operand[half][i, j] = registers.state[0][i, half * TILE + j]
+        TC.wgmma_gemm(
+            registers.state_operand[half],
+            tiles.k[here.stage, :, columns],
+            registers.x,
+            transpose_B=True,
+            policy=FULL_ROW,
+            clear_accum=half == 0,
+        )
+    for half, columns in enumerate(DK_HALVES):
+        TC.wgmma_gemm(
+            registers.state_operand[half],
+            tiles.q[here.stage, :, columns],
+            registers.output,
+            transpose_B=True,
+            policy=FULL_ROW,
+            clear_accum=half == 0,
+        )
+
+
+@T.macro
+def decay_state(registers):
+    """S^T = keep S^T, where keep is not 1."""
+    if registers.keep[0] != 1.0:
+        for i, j in T.Parallel(HEAD_DIM, HEAD_DIM):
+            registers.state[0][i, j] *= registers.keep[0]
+
+
+@T.macro
+def solve_values(here, tiles, registers):
+    """From U'^T and S^T Q^T in flight to the finished X."""
+    registers.slow[0] = registers.coming_slow[0]
+    T.copy(tiles.minus_gamma[here.stage, :], registers.gate)
+    TC.wait_wgmma(len(DK_HALVES))  # the products with Q are in flight
+    TC.warpgroup_fence_operand(registers.x, num_regs=ACCUMULATOR_REGISTERS)
+    # -n_k exp(G) U'^T
+    for i, j in T.Parallel(HEAD_DIM, CHUNK):
+        registers.x_operand[i, j] = registers.x[i, j] * registers.gate[j]
+    TC.wait_wgmma(0)
+    TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
+    decay_state(registers)
+    # X^T = (-n_k exp(G) U'^T) A'^T + V^T A'^T
+    TC.wgmma_gemm(
+        registers.x_operand,
+        tiles.a[here.stage, :, :],
+        registers.x,
+        transpose_B=True,
+        policy=FULL_ROW,
+        clear_accum=True,
+    )
+    TC.wgmma_gemm(
+        tiles.v[here.stage, :, :],
+        tiles.a[here.stage, :, :],
+        registers.x,
+        transpose_A=True,
+        transpose_B=True,
+        policy=FULL_ROW,
+    )
+    if registers.slow[0] != 0:
+        # O^T = scale n_q exp(G) O^T of a slow chunk, before the scores' part
+        for i, j in T.Parallel(HEAD_DIM, CHUNK):
+            registers.output[i, j] *= tiles.state_gate[here.stage, j]
+    TC.wait_wgmma(0)
+    TC.warpgroup_fence_operand(registers.x, num_regs=ACCUMULATOR_REGISTERS)
+    T.copy(registers.x, registers.x_operand)
+
+
+@T.macro
+def absorb_values(here, tiles, registers):
+    """What X adds to output and state, left in flight."""
+    # O^T += X^T P^T
+    TC.wgmma_gemm(
+        registers.x_operand,
+        tiles.scores[here.stage, :, :],
+        registers.output,
+        transpose_B=True,
+        policy=FULL_ROW,
+    )
+    if registers.slow[0] != 0:
+        TC.wait_wgmma(0)
+        # X^T = n_k exp(g_last - g) X^T
+        for i, j in T.Parallel(HEAD_DIM, CHUNK):
+            registers.x[i, j] *= tiles.value_gate[here.stage, j]
+        T.copy(registers.x, registers.x_operand)
+    # S^T += X^T K
+    TC.wgmma_gemm(
+        registers.x_operand,
+        tiles.k[here.stage, :, :],
+        registers.state[0],
+        policy=FULL_ROW,
+    )
+
+
+@T.macro
+def finish_output(config, here, tiles, registers):
+    """The finished O [tokens, columns] as stored, beside the state's update."""
+    T.copy(tiles.output_gate[here.stage, :], registers.gate)
+    TC.wait_wgmma(1)  # the update is in flight
+    TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
+    # O^T = scale n_q exp(G) O^T, of a slow chunk O^T
+    for i, j in T.Parallel(HEAD_DIM, CHUNK):
+        registers.output_operand[j, i] = T.cast(
+            registers.output[i, j] * registers.gate[j], config.dtype
+        )
+
+
+@T.macro
+def hand_over_output(tiles, barriers, registers):
+    """O to the writer warp."""
+    T.copy(registers.output_operand, tiles.output)
+    T.fence_proxy_async()
+    arrive_warp(barriers.output_ready, 0)
+
+
+@T.macro
+def finish_state(registers):
+    TC.wait_wgmma(0)
+    TC.warpgroup_fence_operand(registers.state[0], num_regs=STATE_REGISTERS)
+
+
+@T.macro
+def state_role(config, place, inputs, hooks, tiles, barriers, registers):
+    """The serial chain: S -> U' -> X -> S, and the output, all of it in registers."""
+    first, last = step(config, 0), step(config, place.chunks - 1)
+    hooks.load_state(config, place, inputs, registers)
+    take_chunk(first, tiles, barriers, registers)
+    multiply_state(first, tiles, registers)
+    solve_values(first, tiles, registers)
+
+    for chunk in T.serial(place.chunks - 1):
+        here = step(config, chunk)
+        coming = following(config, here)
+        absorb_values(here, tiles, registers)
+        finish_output(config, here, tiles, registers)
+        take_chunk(coming, tiles, barriers, registers)
+        # That the coming chunk is ready means too that the tile is free.
+        hand_over_output(tiles, barriers, registers)
+        finish_state(registers)
+        multiply_state(coming, tiles, registers)
+        arrive_warp(barriers.inputs_free, here.stage)
+        solve_values(coming, tiles, registers)
+
+    absorb_values(last, tiles, registers)
+    finish_output(config, last, tiles, registers)
+    T.barrier_wait(barriers.output_stored[0], place.chunks % 2)
+    hand_over_output(tiles, barriers, registers)
+    registers.owed[0] = tiles.pending[last.stage]
+    finish_state(registers)
+    hooks.store_state(config, place, inputs, registers)
+
+
+# --- service group
+@T.macro
+def producer_warp(config, place, inputs, tiles, barriers):
+    for chunk in T.serial(place.chunks):
+        here = step(config, chunk)
+        first = chunk * CHUNK
+        tokens = slice(first, first + CHUNK)
+        T.barrier_wait(barriers.inputs_free[here.stage], here.freed)
+        load_chunk(place, tokens, here, inputs, tiles, barriers)
+        T.tma_copy(
+            inputs.v[place.batch, tokens, place.head, 0:HEAD_DIM],
+            tiles.v[here.stage, :, :],
+            barrier=barriers.inputs_landed[here.stage],
+        )
+        T.barrier_arrive(barriers.inputs_landed[here.stage])
+
+
+@T.macro
+def writer_warp(config, place, thread, inputs, hooks, tiles, barriers):
+    for chunk in tuple(range(OUTPUT_LAG)):
+        arrive_warp(barriers.chunk_ready, chunk)
+    for chunk in T.serial(place.chunks):
+        T.barrier_wait(barriers.output_ready[0], chunk % 2)
+        hooks.store_output(config, place, chunk, thread, inputs, tiles)
+        # In this order: who was told that a chunk is ready may not take output_stored for older.
+        arrive_warp(barriers.output_stored, 0)
+        arrive_warp(barriers.chunk_ready, (chunk + OUTPUT_LAG) % config.stages)
+
+
+@T.macro
+def write_factors(config, stage, token, scale, tiles, gates):
+    tiles.beta[stage, token] = gates.beta[0]
+    tiles.minus_gamma[stage, token] = of_key(config, gates, -gates.grown[0])
+    if gates.last[0] < config.slow_limit:
+        tiles.row_factor[stage, token] = 1.0
+        tiles.output_gate[stage, token] = 1.0
+        tiles.state_gate[stage, token] = of_query(config, gates, scale * gates.grown[0])
+        tiles.value_gate[stage, token] = of_key(config, gates, gates.ratio[0])
+        write_slow_score_gates(config, stage, token, tiles, gates)
+    else:
+        tiles.row_factor[stage, token] = of_key(config, gates, gates.ratio[0])
+        tiles.output_gate[stage, token] = of_query(config, gates, scale * gates.grown[0])
+    if token == 0:
+        tiles.growth[stage] = T.exp2(-gates.reference[0])
+
+
+@T.macro
+def announce_inputs(stage, barriers):
+    arrive_warp(barriers.inputs_ready, stage)
+
+
+GATES = SimpleNamespace(write_factors=write_factors, announce_inputs=announce_inputs)
+
+
+@T.macro
+def run_roles(config, place, scale, inputs, hooks, memory):
+    """What each thread of the CTA does."""
+    thread = T.get_thread_binding()
+    tiles, barriers = memory.tiles, memory.barriers
+    if thread < config.state_threads:
+        set_registers(config, "state")
+        state_role(config, place, inputs, hooks, tiles, barriers, memory.chain)
+    elif thread < config.service_thread:
+        set_registers(config, "prepare")
+        prepare_role(config, place, scale, tiles, barriers, memory.ahead)
+    else:
+        set_registers(config, "service")
+        lane = thread - config.service_thread
+        if lane < WARP:
+            producer_warp(config, place, inputs, tiles, barriers)
+        elif lane < 2 * WARP:
+            writer_warp(config, place, lane - WARP, inputs, hooks, tiles, barriers)
+        else:
+            token = lane - 2 * WARP
+            gate_warps(
+                config, place, token, scale, inputs, hooks, GATES, tiles, barriers, memory.gates
+            )
+
+
+def cta_memory(config) -> SimpleNamespace:
+    """Shared memory, barriers and registers of a CTA."""
+    stages = config.stages
+    operand, fp32 = config.dtype, "float32"
+    tiles = SimpleNamespace(
+        q=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
+        k=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
+        v=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
+        a=T.alloc_shared((stages, CHUNK, CHUNK), operand),  # A, then A' in its place
+        scores=T.alloc_shared((stages, CHUNK, CHUNK), operand),
+        output=T.alloc_shared((CHUNK, HEAD_DIM), operand),
+        **{
+            name: T.alloc_shared((stages, CHUNK), fp32, scope="shared")
+            for name in (
+                "beta",
+                "minus_gamma",  # -n_k exp(G)
+                "row_factor",  # n_k exp(r - G), of a slow chunk 1
+                "output_gate",  # scale n_q exp(G), of a slow chunk 1
+                "state_gate",  # scale n_q exp(G), of a slow chunk
+                "value_gate",  # n_k exp(g_last - g), of a slow chunk
+                "score_gate",  # log2 of gamma, times norm of q, of a slow chunk
+                *("score_column",) * config.l2norm,  # log2 of gamma / norm of k, of a slow chunk
+            )
+        },
+        growth=T.alloc_shared((stages,), fp32, scope="shared"),  # exp(-r)
+        **chunk_scalars(config),
+    )
+    barriers = SimpleNamespace(
+        inputs_landed=T.alloc_barrier([WARP] * stages),  # by the producer warp and its TMA loads
+        inputs_ready=T.alloc_barrier(
+            [GATE_WARPS] * stages
+        ),  # by the gate warps: landed, and the factors written
+        chunk_ready=T.alloc_barrier(
+            [WARPS_PER_GROUP + 1] * stages
+        ),  # by the prepare group, and by the writer warp: the output tile is free
+        inputs_free=T.alloc_barrier(
+            [config.state_groups * WARPS_PER_GROUP] * stages
+        ),  # by the state groups
+        output_ready=T.alloc_barrier(
+            [config.state_groups * WARPS_PER_GROUP]
+        ),  # by the state groups
+        output_stored=T.alloc_barrier([1]),  # by the writer warp
+    )
+    chain = SimpleNamespace(
+        state=[T.alloc_fragment((HEAD_DIM, HEAD_DIM), fp32)],
+        state_operand=[T.alloc_fragment((HEAD_DIM, TILE), operand) for _ in DK_HALVES],
+        x=T.alloc_fragment((HEAD_DIM, CHUNK), fp32),  # U'^T, then X^T
+        x_operand=T.alloc_fragment((HEAD_DIM, CHUNK), operand),
+        output=T.alloc_fragment((HEAD_DIM, CHUNK), fp32),
+        gate=T.alloc_fragment((CHUNK,), fp32),
+        output_operand=T.alloc_fragment((CHUNK, HEAD_DIM), operand),
+        keep=T.alloc_local((1,), fp32),
+        owed=T.alloc_local((1,), fp32),
+        slow=T.alloc_local((1,), "int32"),
+        coming_slow=T.alloc_local((1,), "int32"),
+    )
+    ahead = SimpleNamespace(
+        scores=T.alloc_fragment((CHUNK, CHUNK), fp32),
+        scores_operand=T.alloc_fragment((CHUNK, CHUNK), operand),
+        row_gate=T.alloc_fragment((CHUNK,), fp32),
+        slow=T.alloc_local((1,), "int32"),
+        growth=T.alloc_local((1,), fp32),
+    )
+    T.annotate_layout(
+        {
+            chain.output_operand: transposed_accumulator(HEAD_DIM),
+            tiles.output: make_full_bank_swizzled_layout(tiles.output),
+        }
+    )
+    return SimpleNamespace(
+        tiles=tiles, barriers=barriers, chain=chain, ahead=ahead, gates=gate_scalars(config)
+    )
+
+
+@T.macro
+def clear_values(config, here, row, piece, tiles, clear_piece):
+    """Zero a piece of a row of V."""
+    clear_piece(tiles.v, (here.stage, row), piece)
