@@ -76,7 +76,7 @@ def temporaries(x, plan, products):
 @cache
 def programs(Hq, Hv, state, products, block_dv):
     return (
-        Program(split.summary_kernel(split.SummaryConfig(Hq, Hv, state, products == 3))),
+        Program(split.summary_kernel(split.SummaryConfig(Hq, Hv, products == 3))),
         Program(split.scan_kernel(split.ScanConfig(Hv, products))),
         Program(
             resident.resident_kernel(
@@ -186,7 +186,7 @@ def test_summaries_are_the_affine_map_of_a_segment():
     _, k, v, g, beta, A = prepared(x)
     emulate(
         programs(1, 2, False, 3, 64)[0],
-        *(k, v, A, g, beta, start(x)),
+        *(k, v, A, g, beta),
         *between.values(),
         2,
         pass_configs=split.PASS_CONFIGS,
@@ -245,7 +245,7 @@ def test_every_wait_arrival_and_fence_is_needed(name):
     between = temporaries(x, SegmentPlan(segments * length, length), 3)
     between = {key: torch.zeros_like(value) for key, value in between.items()}
     if name == "summary":
-        kernel = split.summary_kernel(split.SummaryConfig(1, 1, True))
+        kernel = split.summary_kernel(split.SummaryConfig(1, 1))
         _, k, v, g, beta, A = prepared(x)
         arguments = (k, v, A, g, beta, start(x), *between.values(), length)
     else:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .split import CorePlan, SplitLaunchers, split_forward
+from .split import CorePlan, SplitLaunchers, in_turn, split_forward
 
 SHIPPED = "resident"
 
@@ -45,22 +45,20 @@ def core_kernels(
     use_initial_state: bool,
     forward: str = SHIPPED,
 ) -> dict[str, CoreKernel]:
-    """The kernels of a plan in the order of their launches: "summary" and "scan" of a split (no
-    scan with two segments), and "forward", one of FORWARD_KERNELS. Raises ValueError for a plan
+    """The kernels of a plan: "summary" and "scan" of a split (neither with two segments), and
+    "forward", one of FORWARD_KERNELS. Raises ValueError for a plan
     that the forward kernel cannot run.
     """
     kernels = {}
-    if plan.cut is not None:
+    if plan.cut is not None and plan.cut.scan_steps:
         from .kernels import split
 
-        residual = plan.products == 3
-        summary = split.SummaryConfig(heads_q, heads_v, use_initial_state, residual=residual)
-        kernels["summary"] = CoreKernel(
-            summary.name, split.summary_kernel, summary, split.PASS_CONFIGS
-        )
-        if plan.cut.scan_steps:
-            scan = split.ScanConfig(heads_v, plan.products)
-            kernels["scan"] = CoreKernel(scan.name, split.scan_kernel, scan, split.PASS_CONFIGS)
+        summary = split.SummaryConfig(heads_q, heads_v, residual=plan.products == 3)
+        scan = split.ScanConfig(heads_v, plan.products)
+        kernels = {
+            "summary": CoreKernel(summary.name, split.summary_kernel, summary, split.PASS_CONFIGS),
+            "scan": CoreKernel(scan.name, split.scan_kernel, scan, split.PASS_CONFIGS),
+        }
     kernels["forward"] = FORWARD_KERNELS[forward](
         heads_q, heads_v, plan.block_dv, use_initial_state, plan.cut is not None
     )
@@ -69,10 +67,11 @@ def core_kernels(
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """A plan with a launcher for each of its core_kernels()."""
+    """A plan with a launcher for each of its core_kernels(); side_by_side: of SplitLaunchers."""
 
     plan: CorePlan
     launchers: Mapping[str, Callable[..., Any]]
+    side_by_side: Callable[..., None] = in_turn
 
     def __call__(
         self,
@@ -94,7 +93,12 @@ class Core:
             forward(*inputs, initial_state, output, final_state, scale)
             return
         split_forward(
-            SplitLaunchers(self.launchers["summary"], self.launchers.get("scan"), forward),
+            SplitLaunchers(
+                self.launchers.get("summary"),
+                self.launchers.get("scan"),
+                forward,
+                self.side_by_side,
+            ),
             self.plan.cut,
             temporaries,
             inputs,

@@ -21,7 +21,15 @@ from typing import Any
 from .split import CHUNK, HEAD_DIM, CorePlan
 
 PACKAGED = Path(__file__).with_name("cost_model.json")
-LAUNCHES = ("unsplit64", "unsplit128", "summary", "scan", "segment64", "segment128")
+LAUNCHES = (
+    "unsplit64",
+    "unsplit128",
+    "opening64",
+    "opening128",
+    "scan",
+    "segment64",
+    "segment128",
+)
 
 # Megabytes that a chunk of one head takes: a tensor of 128 columns, A and the two gates, and a
 # segment's state in fp32.
@@ -130,14 +138,16 @@ def launch_works(plan: CorePlan, call: CoreCall, sm_count: int) -> dict[str, Lau
         ctas = states * (HEAD_DIM // tile)
         return {f"unsplit{tile}": LaunchWork(ctas, call.chunks, forward_mb, sm_count)}
     length = cut.chunks_per_segment
-    summarised = states * (cut.segments - 1) * length * (head - ROWS_MB + keys)
-    works = {"summary": LaunchWork(cut.summary_ctas(states), length, summarised, sm_count)}
+    first_mb = states * length * (head + 2 * keys)
+    summarised = states * cut.scan_steps * length * (head - ROWS_MB + keys)
+    opening = cut.opening_ctas(states, tile)
+    works = {f"opening{tile}": LaunchWork(opening, length, first_mb + summarised, sm_count)}
     if cut.scan_steps:
         # A step reads a local state and writes a state in fp32, and reads a transition in bf16.
         moved = states * cut.scan_steps * 2.5 * STATE_MB
         works["scan"] = LaunchWork(2 * states, cut.scan_steps, moved, sm_count)
     ctas = cut.forward_ctas(states, tile)
-    works[f"segment{tile}"] = LaunchWork(ctas, length, forward_mb, sm_count)
+    works[f"segment{tile}"] = LaunchWork(ctas, length, forward_mb - first_mb, sm_count)
     return works
 
 

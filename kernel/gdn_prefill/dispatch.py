@@ -22,7 +22,7 @@ SPLIT_MARGIN = 0.04
 # is three CTAs a state) the unsplit kernel keeps enough of them busy.
 SPLIT_SHARE = 3
 # Numbers of segments that are tried, beside those that fill one or two waves of a launch exactly.
-SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SEGMENTS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 FILLED_WAVES = (1, 2)
 # Grid extents beyond the first are 16-bit: sequences and segments are such extents.
 MAX_GRID = 65535
@@ -98,10 +98,12 @@ def _cuts(call: CoreCall, sm_count: int) -> list[SegmentPlan]:
     counts = set(SEGMENTS)
     for waves in FILLED_WAVES:
         room = waves * sm_count // call.states  # CTAs of one state
-        counts.add((room + 3) // 2)  # of the summary: 2 segments - 3
-        counts.update(room * tile // HEAD_DIM for tile in TILES)
-    most = max(2, min(SEGMENTS[-1], FILLED_WAVES[-1] * sm_count // call.states, call.chunks))
-    lengths = {-(-call.chunks // count) for count in counts if 2 <= count <= most}
+        for tile in TILES:
+            slices = HEAD_DIM // tile
+            counts.add((room - slices) // 2 + 2)  # of the opening: slices + 2 (segments - 2)
+            counts.add(room // slices + 1)
+    most = max(3, min(SEGMENTS[-1], FILLED_WAVES[-1] * sm_count // call.states, call.chunks))
+    lengths = {-(-call.chunks // count) for count in counts if 3 <= count <= most}
     return [SegmentPlan(call.chunks, n) for n in sorted(lengths, reverse=True) if n < call.chunks]
 
 

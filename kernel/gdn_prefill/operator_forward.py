@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import PRODUCTS, TILES, core_plan
-from .runtime import RUNTIME, sm_count
+from .runtime import RUNTIME, side_by_side, sm_count
 from .split import CorePlan
 from .validation import CHUNK
 
@@ -130,41 +130,53 @@ def launch_forward(
             workspace[name] for name in ("states", "transitions", "residuals", "decays")
         )
         between = (segment_states, transitions, residuals, decays)
-        launchers["summary"](
-            k, v, A, gate, beta, key_norm, initial_state, reads, *between, reads_step, length
+
+    def forward(first_segment, segments):
+        launchers["forward"](
+            q,
+            k,
+            v,
+            gate,
+            beta,
+            A,
+            query_norm,
+            key_norm,
+            bounds,
+            initial_state,
+            reads,
+            segment_states,
+            output,
+            final_state,
+            writes,
+            states,
+            starts,
+            scale,
+            kernels["forward"].config.flush_limit(batch_invariant),
+            sequences,
+            bounds_step,
+            reads_step,
+            writes_step,
+            starts_step,
+            int(in_place and same_rows),
+            states_every // CHUNK,
+            int(not states_before),
+            length,
+            first_segment,
+            segments,
         )
-        if "scan" in launchers:
-            launchers["scan"](*between)
-    launchers["forward"](
-        q,
-        k,
-        v,
-        gate,
-        beta,
-        A,
-        query_norm,
-        key_norm,
-        bounds,
-        initial_state,
-        reads,
-        segment_states,
-        output,
-        final_state,
-        writes,
-        states,
-        starts,
-        scale,
-        kernels["forward"].config.flush_limit(batch_invariant),
-        sequences,
-        bounds_step,
-        reads_step,
-        writes_step,
-        starts_step,
-        int(in_place and same_rows),
-        states_every // CHUNK,
-        int(not states_before),
-        length,
-    )
+
+    if plan.cut is None:
+        forward(0, 1)
+        return
+    if "scan" in launchers:
+        side_by_side(
+            lambda: launchers["summary"](k, v, A, gate, beta, key_norm, *between, length),
+            lambda: forward(0, 1),
+        )
+        launchers["scan"](*between)
+    else:
+        forward(0, 1)
+    forward(1, plan.cut.segments - 1)
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -225,22 +237,19 @@ def forward_kernels(
     from .kernels import resident_operator, split, split_operator
 
     kernels = {}
-    if plan.cut is not None:
+    if plan.cut is not None and plan.cut.scan_steps:
         summary = split_operator.OperatorSummaryConfig(
             heads_q,
             heads_v,
             residual=plan.products == 3,
             dtype=dtype_name(dtype),
             l2norm=l2norm,
-            initial_state=dtype_name(initial_state),
-            state_v_first=state_v_first and initial_state is not None,
         )
         kernels["summary"] = Kernel(
             split_operator.operator_summary_kernel, summary, split_operator.PASS_CONFIGS
         )
-        if plan.cut.scan_steps:
-            scan = split.ScanConfig(heads_v, plan.products)
-            kernels["scan"] = Kernel(split.scan_kernel, scan, split.PASS_CONFIGS)
+        scan = split.ScanConfig(heads_v, plan.products)
+        kernels["scan"] = Kernel(split.scan_kernel, scan, split.PASS_CONFIGS)
     states = (initial_state, final_state, kept_states)
     forward = resident_operator.OperatorConfig(
         heads_q,

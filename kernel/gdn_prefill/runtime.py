@@ -262,6 +262,7 @@ class Runtime:
                 name: self.kernel(kernel.factory, kernel.config, kernel.pass_configs)
                 for name, kernel in kernels.items()
             },
+            side_by_side,
         )
 
     def kernel(self, factory, config, pass_configs) -> Any:
@@ -340,6 +341,22 @@ def _empty_buffers(layout: Layout, with_outputs: bool = True) -> Buffers:
         for name, item in layout.workspaces.items()
     }
     return Buffers(_empty_outputs(layout) if with_outputs else (), temporaries)
+
+
+def side_by_side(one: Callable[[], object], other: Callable[[], object]) -> None:
+    """Two launches that may overlap; what follows on the current stream waits for both."""
+    current = torch.cuda.current_stream()
+    beside = _stream_beside(current.device)
+    beside.wait_stream(current)
+    with torch.cuda.stream(beside):
+        other()
+    one()
+    current.wait_stream(beside)
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def record(device: torch.device | None, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:

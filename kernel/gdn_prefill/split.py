@@ -42,12 +42,15 @@ class SegmentPlan:
         """Segments whose transition is needed: all but the first and the last."""
         return self.segments - 2
 
-    def summary_ctas(self, states: int) -> int:
-        """CTAs of the summary launch for `states` = B * Hv states."""
-        return states * (2 * self.segments - 3)
+    def opening_ctas(self, states: int, block_dv: int) -> int:
+        """CTAs of the two launches that run first and side by side, for `states` = B * Hv states:
+        the forward pass over the first segment, and the summary.
+        """
+        return states * (HEAD_DIM // block_dv + 2 * self.scan_steps)
 
     def forward_ctas(self, states: int, block_dv: int) -> int:
-        return states * self.segments * (HEAD_DIM // block_dv)
+        """CTAs of the forward pass over all segments but the first."""
+        return states * (self.segments - 1) * (HEAD_DIM // block_dv)
 
 
 def plan_segments(tokens: int, segments: int) -> SegmentPlan:
@@ -90,7 +93,7 @@ def workspaces(plan: SegmentPlan, B: int, Hv: int, products: int = 3) -> dict[st
 
 @dataclass(frozen=True)
 class CorePlan:
-    """How the core runs: in one launch, or split over time in two or three.
+    """How the core runs: in one launch, or split over time in two or four.
 
     block_dv: state columns of one CTA of the forward launch. cut: the segments of every sequence,
     None where it is not split. products: those of the scan, None where there is no cut.
@@ -131,16 +134,27 @@ class CorePlan:
         return sum(item.bytes for item in self.workspaces(sequences, heads_v).values())
 
 
+Launch = Callable[[], Any]
+
+
+def in_turn(one: Launch, other: Launch) -> None:
+    """Both launches on the current stream."""
+    one()
+    other()
+
+
 @dataclass(frozen=True)
 class SplitLaunchers:
     """The compiled kernels; each is called with the arguments of its PrimFunc.
 
-    scan may be None where a plan has no scan_steps.
+    summary and scan may be None where a plan has no scan_steps. side_by_side: runs two launches
+    where they may overlap, and has what follows wait for both; one after the other is right too.
     """
 
-    summary: Callable[..., Any]
+    summary: Callable[..., Any] | None
     scan: Callable[..., Any] | None
     forward: Callable[..., Any]
+    side_by_side: Callable[[Launch, Launch], None] = in_turn
 
 
 def split_forward(
@@ -153,16 +167,25 @@ def split_forward(
     final_state,
     scale: float,
 ) -> None:
-    """Launch the split forward pass on the current stream: two launches, or three with a scan.
+    """Launch the split forward pass: two launches, or four with a summary and a scan.
 
     temporaries: tensors of `workspaces`. inputs: q, k, v, g_cumsum, beta, A. initial_state: the
     tensor, or the one-element dummy of kernels built without it. output and final_state are
     written whole. Everything is ordered by the stream, allocates nothing and can be captured.
     """
-    for _, launch in split_launches(
-        launchers, plan, temporaries, inputs, initial_state, output, final_state, scale
-    ):
-        launch()
+    first, *middle, rest = (
+        launch
+        for _, launch in split_launches(
+            launchers, plan, temporaries, inputs, initial_state, output, final_state, scale
+        )
+    )
+    if middle:
+        summary, scan = middle
+        launchers.side_by_side(summary, first)
+        scan()
+    else:
+        first()
+    rest()
 
 
 def split_launches(
@@ -175,7 +198,7 @@ def split_launches(
     final_state,
     scale: float,
 ) -> tuple[tuple[str, Callable[[], Any]], ...]:
-    """The launches of `split_forward` in order, each with its name, for callers that time them."""
+    """The launches of `split_forward`, each with its name, in an order that is right in turn."""
     q, k, v, g_cumsum, beta, A = inputs
     states, transitions, residuals, decays = (
         temporaries[name] for name in ("states", "transitions", "residuals", "decays")
@@ -183,17 +206,20 @@ def split_launches(
     length = plan.chunks_per_segment
 
     def summary():
-        launchers.summary(
-            k, v, A, g_cumsum, beta, initial_state, states, transitions, residuals, decays, length
-        )
+        launchers.summary(k, v, A, g_cumsum, beta, states, transitions, residuals, decays, length)
 
     def scan():
         launchers.scan(states, transitions, residuals, decays)
 
-    def forward():
+    def forward(first, segments):
         launchers.forward(
-            q, k, v, g_cumsum, beta, A, initial_state, states, output, final_state, scale, length
+            *(q, k, v, g_cumsum, beta, A, initial_state, states, output, final_state, scale),
+            *(length, first, segments),
         )
 
-    middle = (("scan", scan),) if plan.scan_steps else ()
-    return (("summary", summary), *middle, ("forward", forward))
+    middle = (("summary", summary), ("scan", scan)) if plan.scan_steps else ()
+    return (
+        ("first", lambda: forward(0, 1)),
+        *middle,
+        ("rest", lambda: forward(1, plan.segments - 1)),
+    )

@@ -23,7 +23,13 @@ from .resident_common import (
     state_parts,
 )
 
-__all__ = ["PASS_CONFIGS", "ResidentConfig", "resident_cta", "resident_kernel"]
+__all__ = [
+    "PASS_CONFIGS",
+    "ResidentConfig",
+    "resident_cta",
+    "resident_kernel",
+    "store_first_boundary",
+]
 
 TILES = {64: resident_narrow, 128: resident_wide}
 
@@ -97,6 +103,16 @@ def load_state(config, place, inputs, registers):
 
 
 @T.macro
+def store_first_boundary(config, place, states, registers):
+    """The state at the end of the first segment, with the decay that is still to be applied."""
+    for part, first in state_parts(registers):
+        for i, j in T.Parallel(*part.shape):
+            states[0, place.batch, place.head, place.dv + i, first + j] = (
+                part[i, j] * registers.owed[0]
+            )
+
+
+@T.macro
 def store_final_state(config, place, inputs, registers):
     for part, first in state_parts(registers):
         for i, j in T.Parallel(*part.shape):
@@ -107,13 +123,14 @@ def store_final_state(config, place, inputs, registers):
 
 @T.macro
 def store_state(config, place, inputs, registers):
-    """The state after a sequence's last chunk, with the decay that is still to be applied."""
-    if config.store_final_state:
-        if config.segmented:
-            if place.segment == place.segments - 1:
-                store_final_state(config, place, inputs, registers)
-        else:
+    """The state after a sequence's last chunk; of a split also that after its first segment."""
+    if config.segmented:
+        if place.segment == 0:
+            store_first_boundary(config, place, inputs.states, registers)
+        elif config.store_final_state and place.segment == place.segments - 1:
             store_final_state(config, place, inputs, registers)
+    elif config.store_final_state:
+        store_final_state(config, place, inputs, registers)
 
 
 @T.macro
@@ -164,7 +181,8 @@ def resident_kernel(config: ResidentConfig):
     With config.segmented there are two more: after initial_state, states [segments - 1, B, Hv, 128
     (dv), 128 (dk)] fp32, the state at the end of every segment but the last as the scan of a split
     leaves it, and at the end chunks_per_segment int32, of which the last segment has what remains,
-    at least one. Segments >= 2 are dynamic.
+    at least one, and first_segment and launched int32: run so many segments from that one on. The
+    first segment writes states[0]. Segments >= 2 are dynamic.
     """
     return _segments(config) if config.segmented else _sequences(config)
 
@@ -238,13 +256,18 @@ def _segments(config: ResidentConfig):
         final_state: T.Tensor(state_shape if config.store_final_state else (1,), fp32),
         scale: T.float32,
         chunks_per_segment: T.int32,
+        first_segment: T.int32,
+        launched: T.int32,
     ):
         # Three extents, as a division by a run-time number would land in every TMA coordinate.
-        with T.Kernel(slices * heads_v, batch, boundaries + 1, threads=config.threads) as (
+        with T.Kernel(
+            slices * heads_v, batch, launched, threads=config.threads, cluster_dims=(2, 1, 1)
+        ) as (
             tile,
             sequence,
-            segment,
+            number,
         ):
+            segment = first_segment + number
             first = segment * chunks_per_segment * CHUNK
             inputs = SimpleNamespace(
                 q=SegmentTokens(q, first),

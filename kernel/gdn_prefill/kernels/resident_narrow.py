@@ -65,6 +65,7 @@ from .resident_common import (
     multiply_queries_keys,
     of_key,
     of_query,
+    rolled,
     set_registers,
     step,
     steps,
@@ -325,7 +326,7 @@ def store_scores(here, tiles, registers):
 def scores_role(config, place, scale, tiles, barriers, registers):
     """P of every chunk, up to SCORE_SLOTS ahead of the output group."""
     arrive_warp(barriers.published, 0)
-    for chunk in T.serial(place.chunks):
+    for chunk in rolled(place.chunks):
         here = step(config, chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
         multiply_queries_keys(here, tiles, registers)
@@ -462,7 +463,7 @@ def output_role(config, place, tiles, barriers, registers):
 # --- service group
 @T.macro
 def producer_warp(config, place, inputs, tiles, barriers):
-    for chunk in T.serial(place.chunks):
+    for chunk in rolled(place.chunks):
         here = step(config, chunk)
         first = chunk * CHUNK
         tokens = slice(first, first + CHUNK)
@@ -480,7 +481,7 @@ def producer_warp(config, place, inputs, tiles, barriers):
 
 @T.macro
 def writer_warp(config, place, thread, inputs, hooks, tiles, barriers):
-    for chunk in T.serial(place.chunks):
+    for chunk in rolled(place.chunks):
         T.barrier_wait(barriers.output_ready[0], chunk % 2)
         hooks.store_output(config, place, chunk, thread, inputs, tiles)
         T.barrier_arrive(barriers.output_stored[0])

@@ -20,23 +20,24 @@ Q K^T. The state is an operand as well: its elements must stay below 65504.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import tilelang
 import tilelang.language as T
 
 from .parameters import pool, vectors
-from .resident import TILES, resident_cta
+from .resident import TILES, resident_cta, store_first_boundary
 from .resident_common import (
     CHUNK,
     FLUSH_LIMIT,
     GATE_WARPS,
     HEAD_DIM,
+    PASS_CONFIGS,
     TILE,
     WARP,
     SegmentTokens,
     TileConfig,
     state_parts,
 )
-from .resident_common import PASS_CONFIGS as RESIDENT_PASS_CONFIGS
+
+__all__ = ["PASS_CONFIGS", "OperatorConfig", "operator_kernel"]
 
 DTYPES = ("bfloat16", "float16")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
@@ -45,12 +46,6 @@ ALWAYS = 3.0e38  # a flush limit that every chunk passes
 VECTOR = 8  # 16-bit elements of one access
 KEY_PIECES = HEAD_DIM // VECTOR  # of a row of K
 INVERSE_PIECES = CHUNK // VECTOR  # of a row of A
-
-# Every index is within its tensor as it is written.
-PASS_CONFIGS = {
-    **RESIDENT_PASS_CONFIGS,
-    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
-}
 
 
 def check_dtypes(config, *states: str) -> None:
@@ -223,13 +218,14 @@ def store_final_state(config, place, inputs, registers):
 
 @T.macro
 def store_state(config, place, inputs, registers):
-    """The state after a sequence's last chunk."""
-    if config.final_state is not None:
-        if config.segmented:
-            if place.segment == place.segments - 1:
-                store_final_state(config, place, inputs, registers)
-        else:
+    """The state after a sequence's last chunk; of a split also that after its first segment."""
+    if config.segmented:
+        if place.segment == 0:
+            store_first_boundary(config, place, inputs.segment_states, registers)
+        elif config.final_state is not None and place.segment == place.segments - 1:
             store_final_state(config, place, inputs, registers)
+    elif config.final_state is not None:
+        store_final_state(config, place, inputs, registers)
 
 
 @T.macro
@@ -430,7 +426,7 @@ def operator_kernel(config: OperatorConfig):
         in_place: empty sequences' states stay as they are
         kept_every chunks; kept_after = 0: before chunks whose number it divides, in row start + i;
         1: after every so many full ones, in row start + i - 1
-        chunks_per_segment int32, read if config.segmented
+        chunks_per_segment, first_segment, launched int32, read if config.segmented: see resident.py
     """
     dynamic = {
         name: T.dynamic(name)
@@ -487,15 +483,18 @@ def operator_kernel(config: OperatorConfig):
         kept_every: T.int32,
         kept_after: T.int32,
         chunks_per_segment: T.int32,
+        first_segment: T.int32,
+        launched: T.int32,
     ):
         with T.Kernel(
             *(
-                (slices * heads_v, sequences, d.boundaries + 1)
+                (slices * heads_v, sequences, launched)
                 if config.segmented
                 else (slices * heads_v * sequences, 1, 1)
             ),
             threads=config.threads,
-        ) as (block, row, segment):
+        ) as (block, row, number):
+            segment = first_segment + number
             sequence = row if config.segmented else block // (slices * heads_v)
             tile = block if config.segmented else block % (slices * heads_v)
             # Names of the loads themselves: a condition on them stays one condition.

@@ -54,6 +54,7 @@ from .resident_common import (
     multiply_queries_keys,
     of_key,
     of_query,
+    rolled,
     set_registers,
     step,
     transposed_accumulator,
@@ -70,7 +71,7 @@ OUTPUT_LAG = 2  # chunks that chunk_ready runs ahead of the output tile that it 
 @T.macro
 def prepare_role(config, place, scale, tiles, barriers, registers):
     """A' and P of every chunk, ahead of the chain."""
-    for chunk in T.serial(place.chunks):
+    for chunk in rolled(place.chunks):
         here = step(config, chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
         multiply_queries_keys(here, tiles, registers)
@@ -274,7 +275,7 @@ def state_role(config, place, inputs, hooks, tiles, barriers, registers):
 # --- service group
 @T.macro
 def producer_warp(config, place, inputs, tiles, barriers):
-    for chunk in T.serial(place.chunks):
+    for chunk in rolled(place.chunks):
         here = step(config, chunk)
         first = chunk * CHUNK
         tokens = slice(first, first + CHUNK)
@@ -292,7 +293,7 @@ def producer_warp(config, place, inputs, tiles, barriers):
 def writer_warp(config, place, thread, inputs, hooks, tiles, barriers):
     for chunk in tuple(range(OUTPUT_LAG)):
         arrive_warp(barriers.chunk_ready, chunk)
-    for chunk in T.serial(place.chunks):
+    for chunk in rolled(place.chunks):
         T.barrier_wait(barriers.output_ready[0], chunk % 2)
         hooks.store_output(config, place, chunk, thread, inputs, tiles)
         # In this order: who was told that a chunk is ready may not take output_stored for older.

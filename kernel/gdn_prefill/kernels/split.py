@@ -1,12 +1,13 @@
-"""Exact splitting of a sequence over time, in three launches.
+"""Exact splitting of a sequence over time, in four launches, two of them side by side.
 
 Over a segment of chunks the map of the state is affine, S_out = M S_in + N, whatever the gates. The
 launches are
 
-    summary   per head and segment: N, the state that the segment makes from zero (segment 0: from
-              the initial state), and the transition M = gamma_segment I + D, kept as D
+    first     the forward kernel over the first segment, which leaves the state at its end
+    summary   beside it, per head and segment but the first and the last: N, the state that the
+              segment makes from zero, and the transition M = gamma_segment I + D, kept as D
     scan      per head: S <- gamma_segment S + D S + N from segment to segment
-    forward   the forward kernel, one CTA per tile and segment, from the scanned states
+    rest      the forward kernel over the other segments, from those states
 
 D obeys the recurrence of N. With Gamma the decay from the segment's start to the chunk,
 
@@ -27,7 +28,7 @@ so that, transposed, with the state in registers as in the resident kernel,
     S^T = gamma_last S^T + X^T K                state groups
 
 States between segments are stored transposed, [dv, dk]. Only the last segment may end in a tail
-chunk, and only the forward launch runs it.
+chunk, and only the forward kernel runs it.
 """
 
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ import tilelang.cuda.language as TC
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 from tilelang.tileop.base import GemmWarpPolicy
+
+from .resident_common import rolled
 
 CHUNK = 64
 HEAD_DIM = 128
@@ -53,10 +56,11 @@ ACCUMULATOR_REGISTERS = TILE * TILE // WARP_GROUP
 LOG2_E = 1.4426950408889634
 FULL_ROW = GemmWarpPolicy.FullRow
 
-# The roles order their shared memory themselves.
+# The roles order their shared memory themselves. Every index is within its tensor as it is written.
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
 }
 
 # --- summary kernel
@@ -79,7 +83,6 @@ class SummaryConfig:
 
     heads_q: int
     heads_v: int
-    use_initial_state: bool = False
     residual: bool = True
     stages: int = 3
     registers: tuple[int, int, int] = (168, 136, 40)
@@ -103,9 +106,8 @@ class SummaryConfig:
     @property
     def name(self) -> str:
         """A readable name of the specialisation, unique among the shipped ones."""
-        start = "init" if self.use_initial_state else "zero"
         precision = "pair" if self.residual else "single"
-        return f"summary_hq{self.heads_q}_hv{self.heads_v}_{start}_{precision}"
+        return f"summary_hq{self.heads_q}_hv{self.heads_v}_{precision}"
 
 
 def check_heads(heads_q: int, heads_v: int) -> None:
@@ -173,9 +175,10 @@ def absorb_values(stage, tiles, registers):
 
 
 @T.macro
-def summary_state_role(config, place, inputs, hooks, tiles, barriers, registers):
+def summary_state_role(config, place, inputs, tiles, barriers, registers):
     """The serial chain, in registers; the products of two chunks overlap."""
-    hooks.load_state(config, place, inputs, registers)
+    for half in DK_HALVES:
+        T.clear(registers.state[half])
 
     T.barrier_wait(barriers.prepared[0], 0)
     multiply_values(0, tiles, registers)
@@ -226,7 +229,7 @@ def summary_state_role(config, place, inputs, hooks, tiles, barriers, registers)
 @T.macro
 def prepare_role(config, place, tiles, barriers, registers):
     """Makes w and a of a chunk from A, its gates and K, ahead of the chain."""
-    for chunk in T.serial(place.chunks):
+    for chunk in rolled(place.chunks):
         stage = chunk % config.stages
         T.barrier_wait(barriers.inputs_ready[stage], (chunk // config.stages) % 2)
         T.copy(tiles.a[stage, :, :], registers.a)
@@ -264,7 +267,7 @@ def prepare_role(config, place, tiles, barriers, registers):
 
 @T.macro
 def summary_producer_warp(config, place, inputs, tiles, barriers):
-    for chunk in T.serial(place.chunks):
+    for chunk in rolled(place.chunks):
         stage = chunk % config.stages
         first = place.first + chunk * CHUNK
         T.barrier_wait(barriers.inputs_free[stage], (chunk // config.stages + 1) % 2)
@@ -297,7 +300,7 @@ def summary_producer_warp(config, place, inputs, tiles, barriers):
 def summary_gate_warps(config, place, token, inputs, hooks, tiles, barriers, gates):
     """One thread a token: the factors of the rows and columns of A, and Gamma along the way."""
     gates.decayed[0] = 1.0
-    for chunk in T.serial(place.chunks):
+    for chunk in rolled(place.chunks):
         stage = chunk % config.stages
         hooks.fetch_gates(config, place, chunk, token, inputs, gates)
         gates.key_factor[0] = -gates.beta[0] * T.exp2(gates.gate[0])
@@ -380,7 +383,7 @@ def summary_cta(config, place, inputs, hooks):
 
     if thread < PREPARE_START:
         T.set_max_nreg(config.registers[0], 1)
-        summary_state_role(config, place, inputs, hooks, tiles, barriers, chain)
+        summary_state_role(config, place, inputs, tiles, barriers, chain)
     elif thread < PRODUCER_START:
         T.set_max_nreg(config.registers[1], 1)
         prepare_role(config, place, tiles, barriers, beside)
@@ -395,19 +398,6 @@ def summary_cta(config, place, inputs, hooks):
 
 
 @T.macro
-def load_state(config, place, inputs, registers):
-    """The state that a segment's N or D begins with: the first one's is the sequence's."""
-    for half in DK_HALVES:
-        T.clear(registers.state[half])
-    if config.use_initial_state and place.segment == 0:
-        for half in DK_HALVES:
-            for i, j in T.Parallel(HEAD_DIM, TILE):
-                registers.state[half][i, j] = inputs.initial_state[
-                    place.batch, place.head, half * TILE + j, i
-                ]
-
-
-@T.macro
 def fetch_gates(config, place, chunk, token, inputs, gates):
     first = place.first + chunk * CHUNK
     gates.gate[0] = inputs.g[place.batch, first + token, place.head] * LOG2_E
@@ -415,12 +405,12 @@ def fetch_gates(config, place, chunk, token, inputs, gates):
     gates.beta[0] = inputs.beta[place.batch, first + token, place.head]
 
 
-HOOKS = SimpleNamespace(load_state=load_state, fetch_gates=fetch_gates)
+HOOKS = SimpleNamespace(fetch_gates=fetch_gates)
 
 
 def segment_place(config, head, sequence, part, chunks_per_segment, **more) -> SimpleNamespace:
-    """Which part of which segment a summary CTA makes: N of the first, then N and D of each."""
-    segment = (part + 1) // 2
+    """Which part of which segment a summary CTA makes: N and D of all but the first and last."""
+    segment = part // 2 + 1
     return SimpleNamespace(
         batch=sequence,
         sequence=sequence,
@@ -439,14 +429,13 @@ def summary_kernel(config: SummaryConfig):
 
     Arguments of the PrimFunc, with B, T, segments >= 2 and middle = max(segments - 2, 1) dynamic:
     k [B, T, Hq, 128] bf16, v [B, T, Hv, 128] bf16, A [B, T, Hv, 64] bf16, g_cumsum, beta [B, T,
-    Hv] fp32, initial_state [B, Hv, 128, 128] fp32 (a one-element dummy unless
-    config.use_initial_state), states [segments - 1, B, Hv, 128 (dv), 128 (dk)] fp32, transitions
-    and residuals [middle, B, Hv, 128 (dv), 128 (dk)] bf16 (residuals: a one-element dummy unless
+    Hv] fp32, states [segments - 1, B, Hv, 128 (dv), 128 (dk)] fp32, transitions and residuals
+    [middle, B, Hv, 128 (dv), 128 (dk)] bf16 (residuals: a one-element dummy unless
     config.residual), decays [middle, B, Hv] fp32, chunks_per_segment int32.
 
-    Every segment but the last must be chunks_per_segment full chunks. states[s] becomes N of
-    segment s, and for s = 0 the state at its end; transitions[s - 1] (+ residuals[s - 1]) becomes
-    D^T and decays[s - 1] gamma_segment of segment s, 0 < s < segments - 1.
+    Every segment but the last must be chunks_per_segment full chunks. Of segment s, 0 < s <
+    segments - 1, states[s] becomes N, transitions[s - 1] (+ residuals[s - 1]) D^T and decays[s - 1]
+    gamma_segment.
     """
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
     boundaries, middle = T.dynamic("boundaries"), T.dynamic("middle")
@@ -462,14 +451,19 @@ def summary_kernel(config: SummaryConfig):
         A: T.Tensor((batch, tokens, heads_v, CHUNK), bf16),
         g_cumsum: T.Tensor((batch, tokens, heads_v), fp32),
         beta: T.Tensor((batch, tokens, heads_v), fp32),
-        initial_state: T.Tensor(state_shape if config.use_initial_state else (1,), fp32),
         states: T.Tensor((boundaries, *state_shape), fp32),
         transitions: T.Tensor(transition_shape, bf16),
         residuals: T.Tensor(transition_shape if config.residual else (1,), bf16),
         decays: T.Tensor((middle, batch, heads_v), fp32),
         chunks_per_segment: T.int32,
     ):
-        with T.Kernel(heads_v, batch, 2 * boundaries - 1, threads=SUMMARY_THREADS) as (
+        with T.Kernel(
+            heads_v,
+            batch,
+            2 * (boundaries - 1),
+            threads=SUMMARY_THREADS,
+            cluster_dims=(1, 1, 2),
+        ) as (
             head,
             sequence,
             part,
@@ -480,7 +474,6 @@ def summary_kernel(config: SummaryConfig):
                 a=A,
                 g=g_cumsum,
                 beta=beta,
-                initial_state=initial_state,
                 states=states,
                 transitions=transitions,
                 residuals=residuals,

@@ -1,7 +1,7 @@
 """The summary of a split over time for the operator: split.py's roles over its operands.
 
-Gates and beta are time-contiguous, rows of K may have norms n_k, and the state that a sequence
-starts from lies in any row and layout, as in resident_operator.py. With norms
+Gates and beta are time-contiguous and rows of K may have norms n_k, as in resident_operator.py.
+With norms
 
     w = -n_k exp(g_last - g) A (beta gamma n_k) K
     a =  n_k exp(g_last - g) A (beta or -Gamma beta gamma n_k)
@@ -12,17 +12,15 @@ norms that K lacks as it is stored.
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import ClassVar
 
 import tilelang
 import tilelang.language as T
 
 from . import split
-from .parameters import pool, vectors
-from .resident_operator import SHORT, check_dtypes, load_initial_state
+from .parameters import vectors
+from .resident_operator import SHORT, check_dtypes
 from .split import (
     CHUNK,
-    DK_HALVES,
     HEAD_DIM,
     LOG2_E,
     SUMMARY_THREADS,
@@ -42,38 +40,23 @@ PASS_CONFIGS = {
 class OperatorSummaryConfig(SummaryConfig):
     """What one compiled summary kernel of the operator is specialised on.
 
-    dtype, l2norm, initial_state, state_v_first: as in resident_operator.OperatorConfig.
+    dtype, l2norm: as in resident_operator.OperatorConfig.
     """
 
     dtype: str = "bfloat16"
     l2norm: bool = False
-    initial_state: str | None = None
-    state_v_first: bool = False
-
-    block_dv: ClassVar[int] = HEAD_DIM
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_dtypes(self, "initial_state")
+        check_dtypes(self)
 
     @property
     def name(self) -> str:
         """A readable name of the specialisation, unique among the shipped ones."""
         return (
             f"operator_summary_hq{self.heads_q}_hv{self.heads_v}_{SHORT[self.dtype]}"
-            f"_{SHORT[self.initial_state]}_{'vk' if self.state_v_first else 'kv'}"
             f"{'_pair' if self.residual else ''}{'_l2norm' if self.l2norm else ''}"
         )
-
-
-@T.macro
-def load_state(config, place, inputs, registers):
-    """The state that a segment's N or D begins with: the first one's is the sequence's."""
-    if place.segment == 0:
-        load_initial_state(config, place, inputs, registers)
-    else:
-        for half in DK_HALVES:
-            T.clear(registers.state[half])
 
 
 @T.macro
@@ -86,7 +69,7 @@ def fetch_gates(config, place, chunk, token, inputs, gates):
         gates.key_norm[0] = inputs.key_norm[place.batch, place.head_q, first + token]
 
 
-HOOKS = SimpleNamespace(load_state=load_state, fetch_gates=fetch_gates)
+HOOKS = SimpleNamespace(fetch_gates=fetch_gates)
 
 
 def operator_summary_kernel(config: OperatorSummaryConfig):
@@ -96,13 +79,10 @@ def operator_summary_kernel(config: OperatorSummaryConfig):
 
         k [B, T, Hq, 128], v [B, T, Hv, 128], A [B, T, Hv, 64] of config.dtype
         gate, beta [B, Hv, T], key_norm [B, Hq, T] fp32
-        initial_state [rows, Hv, 128, 128], rows apart by any stride; initial_rows int32, entry n at
-        n times initial_step, 0 where there are none
         states, transitions, residuals, decays, chunks_per_segment: as of split.summary_kernel
     """
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
     boundaries, middle = T.dynamic("boundaries"), T.dynamic("middle")
-    rows, entries = T.dynamic("initial_pool"), T.dynamic("initial_entries")
     heads_q, heads_v = config.heads_q, config.heads_v
     transition_shape = (middle, batch, heads_v, HEAD_DIM, HEAD_DIM)
     bf16, fp32 = "bfloat16", "float32"
@@ -115,16 +95,13 @@ def operator_summary_kernel(config: OperatorSummaryConfig):
         gate: T.Tensor((batch, heads_v, tokens), fp32),
         beta: T.Tensor((batch, heads_v, tokens), fp32),
         key_norm: T.Tensor((batch, heads_q, tokens) if config.l2norm else (1,), fp32),
-        initial_state: pool("initial", rows, heads_v, config.initial_state),
-        initial_rows: T.Tensor((entries,) if config.initial_state else (1,), "int32"),
         states: T.Tensor((boundaries, batch, heads_v, HEAD_DIM, HEAD_DIM), fp32),
         transitions: T.Tensor(transition_shape, bf16),
         residuals: T.Tensor(transition_shape if config.residual else (1,), bf16),
         decays: T.Tensor((middle, batch, heads_v), fp32),
-        initial_step: T.int32,
         chunks_per_segment: T.int32,
     ):
-        with T.Kernel(heads_v, batch, 2 * boundaries - 1, threads=SUMMARY_THREADS) as (
+        with T.Kernel(heads_v, batch, 2 * (boundaries - 1), threads=SUMMARY_THREADS) as (
             head,
             sequence,
             part,
@@ -136,23 +113,12 @@ def operator_summary_kernel(config: OperatorSummaryConfig):
                 gate=gate,
                 beta=beta,
                 key_norm=key_norm,
-                initial_state=initial_state,
-                initial_rows=initial_rows,
                 states=states,
                 transitions=transitions,
                 residuals=residuals,
                 decays=decays,
             )
-            place = segment_place(
-                config,
-                head,
-                sequence,
-                part,
-                chunks_per_segment,
-                dv=0,
-                row=T.alloc_local((1,), "int32"),
-                initial_step=initial_step,
-            )
+            place = segment_place(config, head, sequence, part, chunks_per_segment)
             summary_cta(config, place, inputs, HOOKS)
 
     return gdn_operator_summary
