@@ -170,8 +170,8 @@ def launch_forward(
         return
     if "scan" in launchers:
         side_by_side(
-            lambda: launchers["summary"](k, v, A, gate, beta, key_norm, *between, length),
             lambda: forward(0, 1),
+            lambda: launchers["summary"](k, v, A, gate, beta, key_norm, *between, length),
         )
         launchers["scan"](*between)
     else:
@@ -246,7 +246,7 @@ def forward_kernels(
             l2norm=l2norm,
         )
         kernels["summary"] = Kernel(
-            split_operator.operator_summary_kernel, summary, split_operator.PASS_CONFIGS
+            split_operator.operator_summary_kernel, summary, split.PASS_CONFIGS
         )
         scan = split.ScanConfig(heads_v, plan.products)
         kernels["scan"] = Kernel(split.scan_kernel, scan, split.PASS_CONFIGS)

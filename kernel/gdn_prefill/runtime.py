@@ -346,7 +346,7 @@ def _empty_buffers(layout: Layout, with_outputs: bool = True) -> Buffers:
 def side_by_side(one: Callable[[], object], other: Callable[[], object]) -> None:
     """Two launches that may overlap; what follows on the current stream waits for both."""
     current = torch.cuda.current_stream()
-    beside = _stream_beside(current.device)
+    beside = _stream_beside(current.device, threading.get_ident())
     beside.wait_stream(current)
     with torch.cuda.stream(beside):
         other()
@@ -354,8 +354,9 @@ def side_by_side(one: Callable[[], object], other: Callable[[], object]) -> None
     current.wait_stream(beside)
 
 
-@functools.cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+@functools.lru_cache(maxsize=64)
+def _stream_beside(device: torch.device, thread: int) -> torch.cuda.Stream:
+    """A thread's own, as another's launches would join a capture."""
     return torch.cuda.Stream(device)
 
 

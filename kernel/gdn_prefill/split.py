@@ -181,7 +181,7 @@ def split_forward(
     )
     if middle:
         summary, scan = middle
-        launchers.side_by_side(summary, first)
+        launchers.side_by_side(first, summary)
         scan()
     else:
         first()

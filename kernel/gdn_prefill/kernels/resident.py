@@ -50,6 +50,12 @@ class ResidentConfig(TileConfig):
     packed: ClassVar[bool] = False
     keeps_states: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        if self.registers is None and self.block_dv == HEAD_DIM and not self.segmented:
+            # The gate warps of the other kernels need 40; the prepare group is faster with 96.
+            object.__setattr__(self, "registers", (192, 96, 32))
+        super().__post_init__()
+
     @property
     def name(self) -> str:
         """A readable name of the specialisation, unique among the shipped ones."""
@@ -261,7 +267,7 @@ def _segments(config: ResidentConfig):
     ):
         # Three extents, as a division by a run-time number would land in every TMA coordinate.
         with T.Kernel(
-            slices * heads_v, batch, launched, threads=config.threads, cluster_dims=(2, 1, 1)
+            slices * heads_v, batch, launched, threads=config.threads, cluster_dims=config.pair
         ) as (
             tile,
             sequence,

@@ -137,6 +137,25 @@ class TileConfig:
         return self.threads - SERVICE_THREADS
 
     @property
+    def gates_ahead(self) -> bool:
+        """Are a chunk's gates loaded while the one before is worked on?
+
+        A load takes almost as long as a chunk of 64 columns where all SMs work. At 128 columns
+        there are no registers for it.
+        """
+        return self.block_dv == TILE
+
+    @property
+    def pair(self) -> tuple[int, int, int] | None:
+        """Cluster of a launch that another one runs beside, over a grid of tiles first.
+
+        A cluster of two takes the two SMs of a TPC. They share an instruction cache, which holds
+        one kernel but not two: unpaired, launches side by side take up to twice their time.
+        """
+        tiles = HEAD_DIM // self.block_dv * self.heads_v
+        return (2, 1, 1) if tiles % 2 == 0 else None
+
+    @property
     def slow_limit(self) -> float:
         """log2 of the smallest decay of one chunk that its factors may hold."""
         return SLOW_LIMITS[self.dtype, self.block_dv]
@@ -177,7 +196,7 @@ def step(config, chunk) -> Step:
 
 
 def rolled(extent):
-    """A loop with one copy of its body: kernels that run side by side share an instruction cache."""
+    """A loop with one copy of its body, as kernels side by side share instruction caches."""
     return TC.unroll(extent, unroll_factor=1)
 
 
@@ -301,11 +320,29 @@ def of_query(config, gates, factor):
     return factor * gates.query_norm[0] if config.l2norm else factor
 
 
-def gate_scalars(config) -> SimpleNamespace:
+def gate_scalars(fetched: tuple[str, ...], made: tuple[str, ...]) -> SimpleNamespace:
+    """Scalars of a thread of the gate warps; coming: what is fetched for the chunk after."""
+
+    def scalars(names):
+        return {name: T.alloc_local((1,), "float32") for name in names}
+
+    coming = SimpleNamespace(**scalars(fetched))
+    return SimpleNamespace(coming=coming, **scalars(fetched), **scalars(made))
+
+
+def resident_gates(config) -> SimpleNamespace:
     """See gate_warps."""
-    names = ("gate", "beta", "last", "pending", "total", "reference", "keep", "grown", "ratio")
-    norms = ("query_norm", "key_norm") * config.l2norm
-    return SimpleNamespace(**{name: T.alloc_local((1,), "float32") for name in (*names, *norms)})
+    return gate_scalars(
+        ("gate", "beta", "last", *("query_norm", "key_norm") * config.l2norm),
+        ("pending", "total", "reference", "keep", "grown", "ratio"),
+    )
+
+
+@T.macro
+def take_gates(gates):
+    """What has been fetched becomes the chunk's."""
+    for name in tuple(vars(gates.coming)):
+        getattr(gates, name)[0] = getattr(gates.coming, name)[0]
 
 
 def chunk_scalars(config) -> dict:
@@ -330,10 +367,16 @@ def gate_warps(config, place, token, scale, inputs, hooks, roles, tiles, barrier
     query_norm, key_norm: where the config has them, factors of the rows of Q and K.
     """
     gates.pending[0] = 0.0
+    if config.gates_ahead:
+        hooks.fetch_gates(config, place, 0, token, inputs, gates.coming)
     for chunk in rolled(place.chunks):
         here = step(config, chunk)
         stage = here.stage
-        hooks.fetch_gates(config, place, chunk, token, inputs, gates)
+        if config.gates_ahead:
+            take_gates(gates)
+            hooks.fetch_gates(config, place, chunk + 1, token, inputs, gates.coming)
+        else:
+            hooks.fetch_gates(config, place, chunk, token, inputs, gates)
         T.barrier_wait(barriers.inputs_free[stage], here.freed)
         gates.gate[0] = gates.gate[0] * LOG2_E
         gates.last[0] = gates.last[0] * LOG2_E

@@ -56,7 +56,6 @@ from .resident_common import (
     arrive_warp,
     chunk_scalars,
     following,
-    gate_scalars,
     gate_slow_scores,
     gate_warps,
     laps,
@@ -65,6 +64,7 @@ from .resident_common import (
     multiply_queries_keys,
     of_key,
     of_query,
+    resident_gates,
     rolled,
     set_registers,
     step,
@@ -625,7 +625,7 @@ def cta_memory(config) -> SimpleNamespace:
         }
     )
     return SimpleNamespace(
-        tiles=tiles, barriers=barriers, chain=chain, beside=beside, gates=gate_scalars(config)
+        tiles=tiles, barriers=barriers, chain=chain, beside=beside, gates=resident_gates(config)
     )
 
 

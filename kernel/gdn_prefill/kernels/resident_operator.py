@@ -493,6 +493,7 @@ def operator_kernel(config: OperatorConfig):
                 else (slices * heads_v * sequences, 1, 1)
             ),
             threads=config.threads,
+            cluster_dims=config.pair if config.segmented else None,
         ) as (block, row, number):
             segment = first_segment + number
             sequence = row if config.segmented else block // (slices * heads_v)

@@ -46,7 +46,6 @@ from .resident_common import (
     arrive_warp,
     chunk_scalars,
     following,
-    gate_scalars,
     gate_slow_scores,
     gate_warps,
     load_chunk,
@@ -54,6 +53,7 @@ from .resident_common import (
     multiply_queries_keys,
     of_key,
     of_query,
+    resident_gates,
     rolled,
     set_registers,
     step,
@@ -63,7 +63,6 @@ from .resident_common import (
 
 DK_HALVES = (slice(0, TILE), slice(TILE, HEAD_DIM))  # one converts while the other is multiplied
 STATE_REGISTERS = len(DK_HALVES) * ACCUMULATOR_REGISTERS
-PREPARE_SYNC = 1  # named barrier inside the prepare group; 0 is the whole block's
 OUTPUT_LAG = 2  # chunks that chunk_ready runs ahead of the output tile that it says is free
 
 
@@ -75,14 +74,16 @@ def prepare_role(config, place, scale, tiles, barriers, registers):
         here = step(config, chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
         multiply_queries_keys(here, tiles, registers)
+        # Each thread writes what it has read.
+        T.copy(tiles.a[here.stage, :, :], registers.inverse)
         for i, j in T.Parallel(CHUNK, CHUNK):
             # A' = n_k exp(r - G) A beta
-            tiles.a[here.stage, i, j] = T.cast(
-                T.cast(tiles.a[here.stage, i, j], "float32")
+            registers.inverse[i, j] = (
+                T.cast(registers.inverse[i, j], "float32")
                 * tiles.row_factor[here.stage, i]
-                * tiles.beta[here.stage, j],
-                config.dtype,
+                * tiles.beta[here.stage, j]
             )
+        T.copy(registers.inverse, tiles.a[here.stage, :, :])
         gate_scores(config, here, scale, tiles, registers)
         T.copy(registers.scores_operand, tiles.scores[here.stage, :, :])
         T.fence_proxy_async()
@@ -408,6 +409,7 @@ def cta_memory(config) -> SimpleNamespace:
         coming_slow=T.alloc_local((1,), "int32"),
     )
     ahead = SimpleNamespace(
+        inverse=T.alloc_fragment((CHUNK, CHUNK), operand),  # A, then A'
         scores=T.alloc_fragment((CHUNK, CHUNK), fp32),
         scores_operand=T.alloc_fragment((CHUNK, CHUNK), operand),
         row_gate=T.alloc_fragment((CHUNK,), fp32),
@@ -421,7 +423,7 @@ def cta_memory(config) -> SimpleNamespace:
         }
     )
     return SimpleNamespace(
-        tiles=tiles, barriers=barriers, chain=chain, ahead=ahead, gates=gate_scalars(config)
+        tiles=tiles, barriers=barriers, chain=chain, ahead=ahead, gates=resident_gates(config)
     )
 
 

@@ -39,22 +39,26 @@ import tilelang
 import tilelang.cuda.language as TC
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
-from tilelang.tileop.base import GemmWarpPolicy
 
-from .resident_common import rolled
+from .resident_common import (
+    ACCUMULATOR_REGISTERS,
+    CHUNK,
+    FULL_ROW,
+    GATE_WARPS,
+    HEAD_DIM,
+    LOG2_E,
+    REGISTERS_PER_BLOCK,
+    TILE,
+    WARP,
+    WARP_GROUP,
+    WARPS_PER_GROUP,
+    arrive_warp,
+    gate_scalars,
+    rolled,
+    take_gates,
+)
 
-CHUNK = 64
-HEAD_DIM = 128
-TILE = 64  # rows of a warp group's WGMMA, columns of a 128-byte swizzled bf16 tile
 DK_HALVES = (0, 1)  # the state is two accumulators of 64 dk columns: one converts, one is summed
-
-WARP = 32
-WARP_GROUP = 4 * WARP
-WARPS_PER_GROUP = WARP_GROUP // WARP
-REGISTERS_PER_BLOCK = 65536
-ACCUMULATOR_REGISTERS = TILE * TILE // WARP_GROUP
-LOG2_E = 1.4426950408889634
-FULL_ROW = GemmWarpPolicy.FullRow
 
 # The roles order their shared memory themselves. Every index is within its tensor as it is written.
 PASS_CONFIGS = {
@@ -66,11 +70,11 @@ PASS_CONFIGS = {
 # --- summary kernel
 STATE_GROUPS = HEAD_DIM // TILE
 STATE_WARPS = STATE_GROUPS * WARPS_PER_GROUP
-GATE_WARPS = 2  # one thread a token
 PREPARE_START = STATE_GROUPS * WARP_GROUP
 PRODUCER_START = PREPARE_START + WARP_GROUP
 GATE_START = PRODUCER_START + (WARPS_PER_GROUP - GATE_WARPS) * WARP
 SUMMARY_THREADS = PRODUCER_START + WARP_GROUP
+SUMMARY_PAIR = (1, 1, 2)  # N and D of a segment on one TPC: see resident_common.TileConfig.pair
 
 
 @dataclass(frozen=True)
@@ -113,14 +117,6 @@ class SummaryConfig:
 def check_heads(heads_q: int, heads_v: int) -> None:
     if heads_q < 1 or heads_v % heads_q:
         raise ValueError(f"heads_v={heads_v} must be a multiple of heads_q={heads_q}")
-
-
-@T.macro
-def arrive_warp(barrier, index):
-    """One arrival for the warp, after all its lanes have come this far."""
-    T.sync_warp()
-    if T.shuffle_elect(WARP):
-        T.barrier_arrive(barrier[index])
 
 
 @T.macro
@@ -300,9 +296,12 @@ def summary_producer_warp(config, place, inputs, tiles, barriers):
 def summary_gate_warps(config, place, token, inputs, hooks, tiles, barriers, gates):
     """One thread a token: the factors of the rows and columns of A, and Gamma along the way."""
     gates.decayed[0] = 1.0
+    hooks.fetch_gates(config, place, 0, token, inputs, gates.coming)
     for chunk in rolled(place.chunks):
         stage = chunk % config.stages
-        hooks.fetch_gates(config, place, chunk, token, inputs, gates)
+        take_gates(gates)
+        coming = T.min(chunk + 1, place.chunks - 1)
+        hooks.fetch_gates(config, place, coming, token, inputs, gates.coming)
         gates.key_factor[0] = -gates.beta[0] * T.exp2(gates.gate[0])
         gates.value_factor[0] = gates.beta[0]
         if place.is_transition:
@@ -363,21 +362,9 @@ def summary_cta(config, place, inputs, hooks):
         key_weights=T.alloc_fragment((CHUNK, CHUNK), operand),
         w=[T.alloc_fragment((CHUNK, TILE), fp32) for _ in DK_HALVES],
     )
-    gates = SimpleNamespace(
-        **{
-            name: T.alloc_local((1,), fp32)
-            for name in (
-                "gate",
-                "last",
-                "beta",
-                "key_factor",
-                "value_factor",
-                "row_factor",
-                "keep",
-                "decayed",
-                *("key_norm",) * config.l2norm,
-            )
-        }
+    gates = gate_scalars(
+        ("gate", "last", "beta", *("key_norm",) * config.l2norm),
+        ("key_factor", "value_factor", "row_factor", "keep", "decayed"),
     )
     thread = T.get_thread_binding()
 
@@ -462,7 +449,7 @@ def summary_kernel(config: SummaryConfig):
             batch,
             2 * (boundaries - 1),
             threads=SUMMARY_THREADS,
-            cluster_dims=(1, 1, 2),
+            cluster_dims=SUMMARY_PAIR,
         ) as (
             head,
             sequence,

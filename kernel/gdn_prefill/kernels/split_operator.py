@@ -13,27 +13,20 @@ norms that K lacks as it is stored.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import tilelang
 import tilelang.language as T
 
-from . import split
 from .parameters import vectors
 from .resident_operator import SHORT, check_dtypes
 from .split import (
     CHUNK,
     HEAD_DIM,
     LOG2_E,
+    SUMMARY_PAIR,
     SUMMARY_THREADS,
     SummaryConfig,
     segment_place,
     summary_cta,
 )
-
-# Every index is within its tensor as it is written.
-PASS_CONFIGS = {
-    **split.PASS_CONFIGS,
-    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
-}
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,13 @@ def operator_summary_kernel(config: OperatorSummaryConfig):
         decays: T.Tensor((middle, batch, heads_v), fp32),
         chunks_per_segment: T.int32,
     ):
-        with T.Kernel(heads_v, batch, 2 * (boundaries - 1), threads=SUMMARY_THREADS) as (
+        with T.Kernel(
+            heads_v,
+            batch,
+            2 * (boundaries - 1),
+            threads=SUMMARY_THREADS,
+            cluster_dims=SUMMARY_PAIR,
+        ) as (
             head,
             sequence,
             part,
