@@ -74,7 +74,6 @@ PREPARE_START = STATE_GROUPS * WARP_GROUP
 PRODUCER_START = PREPARE_START + WARP_GROUP
 GATE_START = PRODUCER_START + (WARPS_PER_GROUP - GATE_WARPS) * WARP
 SUMMARY_THREADS = PRODUCER_START + WARP_GROUP
-SUMMARY_PAIR = (1, 1, 2)  # N and D of a segment on one TPC: see resident_common.TileConfig.pair
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,8 @@ class SummaryConfig:
 
     dtype: ClassVar[str] = "bfloat16"
     l2norm: ClassVar[bool] = False
+    # N and D of a segment on one TPC: see TileConfig.pair
+    pair: ClassVar[tuple[int, int, int] | None] = (1, 1, 2)
 
     def __post_init__(self) -> None:
         check_heads(self.heads_q, self.heads_v)
@@ -449,7 +450,7 @@ def summary_kernel(config: SummaryConfig):
             batch,
             2 * (boundaries - 1),
             threads=SUMMARY_THREADS,
-            cluster_dims=SUMMARY_PAIR,
+            cluster_dims=config.pair,
         ) as (
             head,
             sequence,

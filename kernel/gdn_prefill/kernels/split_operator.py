@@ -21,7 +21,6 @@ from .split import (
     CHUNK,
     HEAD_DIM,
     LOG2_E,
-    SUMMARY_PAIR,
     SUMMARY_THREADS,
     SummaryConfig,
     segment_place,
@@ -99,7 +98,7 @@ def operator_summary_kernel(config: OperatorSummaryConfig):
             batch,
             2 * (boundaries - 1),
             threads=SUMMARY_THREADS,
-            cluster_dims=SUMMARY_PAIR,
+            cluster_dims=config.pair,
         ) as (
             head,
             sequence,
