@@ -48,7 +48,7 @@ SMS = 132  # of an H200, where there is no device to ask
 AGREEMENT = 1e-2  # relative L2 distance to the unsplit plan: both are 3e-3 to 4e-3 off
 WARMUP = 2
 # What the times depend on.
-SOURCES = ("resident", "split")
+SOURCES = ("resident", "resident_common", "resident_narrow", "resident_wide", "split")
 
 FIELDS = (
     "sequences",

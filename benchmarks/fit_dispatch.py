@@ -4,7 +4,7 @@
     python benchmarks/fit_dispatch.py --write         the same, into the package's cost_model.json
     python benchmarks/fit_dispatch.py --packaged      only judge the constants that are shipped
 
-The times of all plans are one linear system in the constants of the six launches. It is solved by
+The times of all plans are one linear system in the constants of all launches. It is solved by
 least squares over the relative errors, no constant negative, outliers weighed down. Then rows are
 weighed up that decide a point where the choice loses, as long as that helps.
 """

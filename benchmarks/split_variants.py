@@ -7,8 +7,9 @@
 
 A plan is CASE:SEGMENTS:BLOCK_DV:PRODUCTS. Each case runs in a worker of its own that is killed when
 it says nothing for --timeout seconds; what it had reported by then is kept. Times are of one replay
-of a captured graph: of the whole sequence, of each launch alone, and of the unsplit kernel, all in
-turn. TILELANG_CACHE_DIR is honoured.
+of a captured graph: of the whole sequence, of each of its parts alone, and of the unsplit kernel,
+all in turn. The parts are the opening (the first segment with the summary beside it), the scan and
+the rest; with two segments there is no summary and no scan. TILELANG_CACHE_DIR is honoured.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,9 +72,9 @@ FIELDS = (
     "unsplit_state_error",
     "mismatches",
     "total_us",
-    "summary_us",
+    "opening_us",
     "scan_us",
-    "forward_us",
+    "rest_us",
     "unsplit_us",
     "unsplit_block_dv",
     "workspace_bytes",
@@ -100,19 +102,29 @@ class Variant:
 def split_launchers(heads_q, heads_v, initial_state, block_dv, products):
     from gdn_prefill.kernels import resident
     from gdn_prefill.kernels import split as kernels
-    from gdn_prefill.runtime import compile_launcher
+    from gdn_prefill.runtime import compile_launcher, side_by_side
     from gdn_prefill.split import SplitLaunchers
 
-    residual = products == 3
     forward = resident.ResidentConfig(heads_q, heads_v, block_dv, initial_state, segmented=True)
-    summary = kernels.SummaryConfig(heads_q, heads_v, initial_state, residual=residual)
+    summary = kernels.SummaryConfig(heads_q, heads_v, residual=products == 3)
     return SplitLaunchers(
         compile_launcher(kernels.summary_kernel(summary), kernels.PASS_CONFIGS),
         compile_launcher(
             kernels.scan_kernel(kernels.ScanConfig(heads_v, products)), kernels.PASS_CONFIGS
         ),
         compile_launcher(resident.resident_kernel(forward), resident.PASS_CONFIGS),
+        side_by_side,
     )
+
+
+def parts_of(launchers, plan, *arguments):
+    """What split_launches returns, but the first segment and the summary beside it as one."""
+    from gdn_prefill.split import split_launches
+
+    launches = dict(split_launches(launchers, plan, *arguments))
+    first, summary = launches.pop("first"), launches.pop("summary", None)
+    opening = first if summary is None else partial(launchers.side_by_side, first, summary)
+    return {"opening": opening, **launches}
 
 
 def unsplit_launcher(heads_q, heads_v, initial_state, block_dv):
@@ -165,10 +177,10 @@ class Bound:
         return call
 
     def split(self, plan, block_dv, products):
-        """The launches by name, and the bytes of their temporaries (filled with NaN)."""
+        """The parts by name, and the bytes of their temporaries (filled with NaN)."""
         import torch
 
-        from gdn_prefill.split import split_launches, workspaces
+        from gdn_prefill.split import workspaces
 
         shapes = workspaces(plan, self.B, self.Hv, products)
         temporaries = {
@@ -177,7 +189,7 @@ class Bound:
             )
             for name, shape in shapes.items()
         }
-        launches = split_launches(
+        parts = parts_of(
             split_launchers(self.Hq, self.Hv, self.has_state, block_dv, products),
             plan,
             temporaries,
@@ -187,7 +199,7 @@ class Bound:
             self.final_state,
             HEAD_DIM**-0.5,
         )
-        return dict(launches), sum(shape.bytes for shape in shapes.values())
+        return parts, sum(shape.bytes for shape in shapes.values())
 
     def errors(self) -> tuple[float, float]:
         """Relative L2 errors of output and state; NaN where something was not written."""
@@ -205,9 +217,9 @@ class Bound:
         )
 
 
-def in_order(launches):
+def in_order(parts):
     def call():
-        for launch in launches.values():
+        for launch in parts.values():
             launch()
 
     return call
@@ -249,7 +261,7 @@ def small_inputs(B, T, heads_q, heads_v, initial_state, gate):
     )
 
 
-def checked(bound, unsplit, launches, where, exact) -> dict:
+def checked(bound, unsplit, parts, where, exact) -> dict:
     """Errors of the split and the unsplit kernel; AssertionError where the split is wrong."""
     import torch
 
@@ -257,7 +269,7 @@ def checked(bound, unsplit, launches, where, exact) -> dict:
     unsplit()
     torch.cuda.synchronize()
     plain = bound.errors()
-    run = in_order(launches)
+    run = in_order(parts)
     bound.poison()
     run()
     torch.cuda.synchronize()
@@ -294,8 +306,8 @@ def small_worker(products) -> None:
         for count in products:
             where = f"B={B} T={T} Hq={heads_q} Hv={heads_v} gate={gate} products={count}"
             try:
-                launches, _ = bound.split(SegmentPlan(-(-T // 64), length), 64, count)
-                found = checked(bound, unsplit, launches, where, gate in EXACT_GATES)
+                parts, _ = bound.split(SegmentPlan(-(-T // 64), length), 64, count)
+                found = checked(bound, unsplit, parts, where, gate in EXACT_GATES)
                 report(event="small", where=where, **found)
             except AssertionError as error:
                 report(event="failed", where=where, reason=str(error))
@@ -316,9 +328,9 @@ def case_worker(variants, rounds) -> None:
     for variant in variants:
         try:
             plan = plan_segments(bound.T, variant.segments)
-            launches, size = bound.split(plan, variant.block_dv, variant.products)
-            fields = checked(bound, unsplit, launches, str(variant), True)
-            calls = {"total": in_order(launches), **launches, "unsplit": unsplit}
+            parts, size = bound.split(plan, variant.block_dv, variant.products)
+            fields = checked(bound, unsplit, parts, str(variant), True)
+            calls = {"total": in_order(parts), **parts, "unsplit": unsplit}
             graphs = {part: capture(call, device) for part, call in calls.items()}
             timer = make_timer(device, Protocol.GRAPH)
             samples = interleave(graphs, Plan(Protocol.GRAPH, 5, rounds), timer, device)
@@ -346,11 +358,11 @@ def launch_once(variant: Variant) -> None:
 
     (case,) = [case for case in load_cases() if case.name == variant.case]
     bound = Bound(make_inputs(case, device="cuda"))
-    launches, _ = bound.split(
+    parts, _ = bound.split(
         plan_segments(bound.T, variant.segments), variant.block_dv, variant.products
     )
     for _ in range(3):
-        in_order(launches)()
+        in_order(parts)()
     torch.cuda.synchronize()
 
 
@@ -420,8 +432,8 @@ def one_line(event: dict) -> str:
     return (
         f"{event['case']:16s} {event['segments']:3d} x {event['chunks_per_segment']:4d} chunks "
         f"dv {event['block_dv']:3d} products {event['products']} "
-        f"{event['total_us']:8.1f} us = {event['summary_us']:.1f} / {event.get('scan_us', 0):.1f} "
-        f"/ {event['forward_us']:.1f}, unsplit {event['unsplit_us']:.1f}, {errors}"
+        f"{event['total_us']:8.1f} us = {event['opening_us']:.1f} / {event.get('scan_us', 0):.1f} "
+        f"/ {event['rest_us']:.1f}, unsplit {event['unsplit_us']:.1f}, {errors}"
     )
 
 

@@ -44,7 +44,8 @@ MODEL = CostModel(
     {
         "unsplit64": launch(1.1, 0.2),
         "unsplit128": launch(1.7, 0.2),
-        "summary": launch(1.4, 0.1),
+        "opening64": launch(1.4, 0.1),
+        "opening128": launch(1.9, 0.1),
         "scan": launch(1.8, wave=0.0),
         "segment64": launch(1.1, 0.2),
         "segment128": launch(1.7, 0.2),
@@ -112,7 +113,9 @@ def test_cuts_cover_the_chunks(call, sms):
     for plan in candidates(call, sms):
         if plan.kind == "split":
             cut = plan.cut
-            assert 2 <= cut.segments <= SEGMENTS[-1] and cut.chunks == call.chunks
+            # Three, or as many as there are of a third of the chunks: of four chunks that is two.
+            fewest = -(-call.chunks // -(-call.chunks // 3))
+            assert fewest <= cut.segments <= SEGMENTS[-1] and cut.chunks == call.chunks
             assert cut.chunks - (cut.segments - 1) * cut.chunks_per_segment > 0
         else:
             assert plan.segments == 1 and plan.chunks_per_segment is None
@@ -138,7 +141,7 @@ def test_options_are_heeded(call, tile, split):
     [
         ((1, 8192, 4, 4), "split"),  # 4 states for 132 SMs, 128 chunks each
         ((1, 32768, 2, 8), "split"),
-        ((1, 1025, 2, 8), "unsplit"),  # too short for three launches
+        ((1, 1025, 2, 8), "unsplit"),  # too short for four launches
         ((1, 64, 4, 4), "unsplit"),
         ((1, 8192, 16, 64), "unsplit"),  # 64 states fill the device
     ],
@@ -206,12 +209,20 @@ def test_the_work_of_a_plan():
     chunk = 2 * 64 * 256 / 2 + 2 * 64 * 256 + 64 * 128 + 2 * 64 * 4
     assert work.megabytes == pytest.approx(8 * 10 * chunk / 1e6)
     split = launch_works(CorePlan(64, SegmentPlan(10, 3), 1), call, SMS)
-    assert list(split) == ["summary", "scan", "segment64"]
-    assert [(one.ctas, one.chunks) for one in split.values()] == [(8 * 5, 3), (16, 2), (64, 3)]
-    assert list(launch_works(CorePlan(64, SegmentPlan(10, 5), 1), call, SMS)) == [
-        "summary",
-        "segment64",
-    ]
+    assert list(split) == ["opening64", "scan", "segment64"]
+    # two tiles of the first segment and N and D of two others, then two tiles of three segments
+    assert [(one.ctas, one.chunks) for one in split.values()] == [(8 * 6, 3), (16, 2), (48, 3)]
+    # the summary reads k, v, A and the gates
+    summarised = 8 * 2 * 3 * (chunk - 64 * 256 / 2 - 64 * 256)
+    assert split["opening64"].megabytes == pytest.approx((8 * 3 * chunk + summarised) / 1e6)
+    assert split["segment64"].megabytes == pytest.approx(8 * 7 * chunk / 1e6)
+    wide = launch_works(CorePlan(128, SegmentPlan(10, 3), 1), call, SMS)
+    assert list(wide) == ["opening128", "scan", "segment128"]
+    assert [one.ctas for one in wide.values()] == [8 * 5, 16, 24]
+    two = launch_works(CorePlan(64, SegmentPlan(10, 5), 1), call, SMS)
+    assert list(two) == ["opening64", "segment64"]
+    assert [(one.ctas, one.chunks) for one in two.values()] == [(16, 5), (16, 5)]
+    assert sum(one.megabytes for one in two.values()) == pytest.approx(work.megabytes)
 
 
 def test_the_packaged_model_says_where_it_comes_from():

@@ -1,5 +1,6 @@
 """The sweep behind the cost model, the fit, and what the shipped constants choose on the record."""
 
+import ast
 import contextlib
 import gc
 import importlib.util
@@ -16,7 +17,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdn_prefill.cost import CoreCall, CostModel, LaunchCost, launch_works, packaged_model
+from gdn_prefill.cost import (
+    LAUNCHES,
+    CoreCall,
+    CostModel,
+    LaunchCost,
+    launch_works,
+    packaged_model,
+)
 from gdn_prefill.dispatch import candidates
 from gdn_prefill.split import CorePlan, SegmentPlan
 
@@ -117,7 +125,8 @@ def test_every_plan_of_a_point_is_checked_and_timed(monkeypatch):
     """On the real kernels, in the emulator; one of the plans is broken on purpose."""
     pytest.importorskip("tilelang")
     from gdn_prefill import runtime
-    from gdn_prefill.kernels import split
+    from gdn_prefill.kernels import resident
+    from gdn_prefill.split import in_turn
     from tile_emulator import emulate
 
     def compiled(prim_func, pass_configs):
@@ -126,18 +135,23 @@ def test_every_plan_of_a_point_is_checked_and_timed(monkeypatch):
     layer = runtime.Runtime()
     monkeypatch.setattr(runtime, "RUNTIME", layer)
     monkeypatch.setattr(runtime, "compile_launcher", compiled)
+    monkeypatch.setattr(runtime, "side_by_side", in_turn)
     monkeypatch.setattr(sweep, "captured", lambda run: run)
     monkeypatch.setattr(sweep, "WARMUP", 0)
     call = CoreCall(1, 150, 1, 1)
     plans = candidates(call, SMS)
-    assert len(plans) == 6
-    scan = (split.scan_kernel, split.ScanConfig(1, 1))
-    layer.kernels.put(scan, lambda states, *_: states.zero_())
+    assert [(plan.block_dv, plan.segments) for plan in plans] == [
+        (64, 1),
+        (128, 1),
+        (64, 3),
+        (128, 3),
+    ]
+    wide = (resident.resident_kernel, resident.ResidentConfig(1, 1, 128, segmented=True))
+    layer.kernels.put(wide, lambda *arguments: [tensor.zero_() for tensor in arguments[8:10]])
     rows, failures = sweep.measure(call, SMS, 1, torch.device("cpu"))
-    whole = [plan for plan in plans if plan.cut is None or not plan.cut.scan_steps]
-    assert [row["segments"] for row in rows] == [plan.segments for plan in whole] == [1, 1, 2, 2]
-    assert [row["block_dv"] for row in rows] == [64, 128, 64, 128]
-    assert len(failures) == 2 and all("away from the first plan" in text for text in failures)
+    assert [(row["block_dv"], row["segments"]) for row in rows] == [(64, 1), (128, 1), (64, 3)]
+    (failure,) = failures
+    assert str(plans[3]) in failure and "away from the first plan" in failure
     assert all(set(row) == set(sweep.FIELDS) for row in rows)
     assert rows[0]["difference"] == 0 < rows[2]["difference"] < sweep.AGREEMENT
     assert rows[0]["workspace_bytes"] == 0 < rows[2]["workspace_bytes"]
@@ -161,6 +175,15 @@ def test_a_replay_keeps_the_temporaries(monkeypatch):
     gc.collect()
     assert alive().tolist() == [1, 1, 1]
     assert replay() is None
+
+
+def test_the_digest_covers_all_that_the_kernels_are_made_of():
+    for name in sweep.SOURCES:
+        source = (sweep.ROOT / "kernel" / "gdn_prefill" / "kernels" / f"{name}.py").read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                made_of = {node.module or alias.name for alias in node.names}
+                assert made_of <= set(sweep.SOURCES), name
 
 
 # --- the supervised worker
@@ -273,7 +296,8 @@ def test_least_squares_without_negative_constants(seed, size):
 CHUNK_US = {
     "unsplit64": 1.1,
     "unsplit128": 1.8,
-    "summary": 1.5,
+    "opening64": 1.5,
+    "opening128": 1.9,
     "scan": 1.9,
     "segment64": 1.15,
     "segment128": 1.9,
@@ -320,8 +344,8 @@ def test_a_model_fitted_to_a_device_chooses_well_there(simulated):
 def test_a_model_of_another_device_is_found_out(simulated):
     free = LaunchCost(0.0, 0.0, 0.0, 0.0, 0.0)
     slow = LaunchCost(5.0, 0.0, 2.0, 0.0, 0.0)
-    launches = {name: free for name in ("summary", "scan", "segment64", "segment128")}
-    eager = CostModel({"unsplit64": slow, "unsplit128": slow, **launches}, {})
+    unsplit = {"unsplit64": slow, "unsplit128": slow}
+    eager = CostModel(dict.fromkeys(LAUNCHES, free) | unsplit, {})
     choices = fit.assess(simulated, eager)
     assert any(choice.slower_than_unsplit for choice in choices)
     assert any(fit.violates(choice) for choice in choices)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 
 import pytest
 import torch
@@ -18,15 +19,30 @@ from gdn_prefill.runtime import Runtime
 from gdn_prefill.torch_backend import forward_torch
 
 CASE = Case("small", 1, 130, 1, 2, True, "mixed", 5e-3, 5e-3)
-SUMMARISED, SCANNED = 7.0, 1.0
+OPENED, SUMMARISED, SCANNED = 3.0, 7.0, 1.0
+
+
+class Stream:
+    """A CUDA stream that knows what was launched before what it launches next."""
+
+    def __init__(self, device=None):
+        self.device, self.before = device, frozenset()
+
+    def wait_stream(self, other):
+        self.before |= other.before
 
 
 class Device:
-    """What the runtime sees of CUDA: the stream that is current, whether it captures, launches."""
+    """What the runtime sees of CUDA: the streams, whether one captures, and the launches.
+
+    launches: how many kernels have run. waits: of each kernel, by name, the launches that its
+    latest one waits for.
+    """
 
     def __init__(self):
         self.stream, self.capturing = 0, False
         self.launches, self.recording = 0, None
+        self.current, self.waits = Stream(), {}
 
     def compiled(self, prim_func, _):
         """The stand-in for a kernel, told by the name of its PrimFunc."""
@@ -34,57 +50,78 @@ class Device:
         parts = {"gdn_summary": self.summary, "gdn_scan": self.scan}
         return parts.get(name, self.segments if "segment" in name else self.forward)
 
-    def run(self, launch):
+    @contextlib.contextmanager
+    def on(self, stream):
+        """torch.cuda.stream."""
+        outer, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = outer
+
+    def run(self, name, kernel):
+        def launch():
+            self.launches += 1
+            kernel()
+
+        self.waits[name] = self.current.before
+        self.current.before |= {name}
         if self.recording is None:
             launch()
         else:
-            self.recording.append(launch)
+            self.recording.append((name, launch))
 
     def forward(self, *tensors_and_scale):
         *tensors, scale = tensors_and_scale
         # A launch knows addresses and sizes, not the tensor objects.
         q, k, v, g, beta, A, initial_state, output, final_state = [x.detach() for x in tensors]
 
-        def launch():
-            self.launches += 1
+        def kernel():
             state = initial_state if initial_state.ndim == 4 else None
             results = forward_torch(q, k, v, g, beta, A, state, scale)
             output.copy_(results[0])
             final_state.copy_(results[1])
 
-        self.run(launch)
+        self.run("forward", kernel)
 
-    # Of a split: the summary leaves SUMMARISED between the segments, a scan adds SCANNED, and the
-    # forward launch is wrong where it finds anything else.
+    # Of a split: the first launch leaves OPENED at its segment's end, the summary SUMMARISED at
+    # those of the middle ones, and a scan that finds these adds SCANNED to the latter. The last
+    # launch is wrong where it finds anything else.
     def summary(self, *arguments):
-        states = arguments[6].detach()
-
-        def launch():
-            self.launches += 1
-            states.fill_(SUMMARISED)
-
-        self.run(launch)
+        states = arguments[5].detach()
+        self.run("summary", lambda: states[1:].fill_(SUMMARISED))
 
     def scan(self, states, *_):
         states = states.detach()
 
-        def launch():
-            self.launches += 1
-            states.add_(SCANNED)
+        def kernel():
+            right = (states[0] == OPENED).all() and (states[1:] == SUMMARISED).all()
+            states[1:].add_(SCANNED if right else float("nan"))
 
-        self.run(launch)
+        self.run("scan", kernel)
 
     def segments(self, *arguments):
-        *before, states, output, final_state, scale, _ = arguments
-        states, output = states.detach(), output.detach()
-        expected = SUMMARISED + (SCANNED if len(states) > 1 else 0)
-        self.forward(*before, output, final_state, scale)
+        *tensors, scale, length, begin, count = arguments
+        q, k, v, g, beta, A, initial_state, states, output, final_state = [
+            x.detach() for x in tensors
+        ]
+        segments = len(states) + 1
+        tokens = slice(begin * length * 64, (begin + count) * length * 64)
 
-        def spoil():
-            if not (states == expected).all():
+        def kernel():
+            state = initial_state if initial_state.ndim == 4 else None
+            results = forward_torch(q, k, v, g, beta, A, state, scale)
+            output[:, tokens] = results[0][:, tokens]
+            if begin + count == segments:
+                final_state.copy_(results[1])
+            if begin == 0:
+                states[0] = OPENED
+            elif not (
+                (states[:begin] == OPENED).all() and (states[begin:] == SUMMARISED + SCANNED).all()
+            ):
                 output.fill_(float("nan"))
 
-        self.run(spoil)
+        self.run("rest" if begin else "first", kernel)
 
 
 class Graph:
@@ -96,10 +133,13 @@ class Graph:
         self.launches = []
 
     def capture_begin(self, capture_error_mode):
-        self.device.recording = self.launches
+        self.device.recording = []
 
     def capture_end(self):
-        self.device.recording = None
+        recorded, self.device.recording = self.device.recording, None
+        # All streams must have joined the capturing one.
+        assert {name for name, _ in recorded} <= self.device.current.before
+        self.launches = [launch for _, launch in recorded]
 
     def replay(self):
         for launch in self.launches:
@@ -114,8 +154,9 @@ def device(monkeypatch):
     monkeypatch.setattr(runtime, "sm_count", lambda _: 132)
     for name, stand_in in {
         "device": lambda _: contextlib.nullcontext(),
-        "stream": lambda _: contextlib.nullcontext(),
-        "Stream": lambda _: None,
+        "stream": device.on,
+        "current_stream": lambda: device.current,
+        "Stream": Stream,
         "CUDAGraph": Graph,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -124,7 +165,9 @@ def device(monkeypatch):
         "_cuda_isCurrentStreamCapturing": lambda: device.capturing,
     }.items():
         monkeypatch.setattr(torch._C, name, stand_in, raising=False)
-    return device
+    runtime._stream_beside.cache_clear()
+    yield device
+    runtime._stream_beside.cache_clear()
 
 
 def arguments(case=CASE, seed=42):
@@ -275,8 +318,8 @@ def spy_on_arguments(layer) -> list:
     return seen
 
 
-@pytest.mark.parametrize(("split", "launches"), [(2, 2), (3, 3), (True, None)])
-def test_a_split_is_captured_and_replayed_as_one(device, split, launches):
+@pytest.mark.parametrize(("split", "each", "kernels"), [(2, 2, 1), (3, 4, 3), (True, 4, 3)])
+def test_a_split_is_captured_and_replayed_as_one(device, split, each, kernels):
     layer, tensors = Runtime(), arguments()
     seen = []
     for _ in range(4):
@@ -284,12 +327,46 @@ def test_a_split_is_captured_and_replayed_as_one(device, split, launches):
         assert_right(result, tensors)
         seen.append((device.launches, layer.info().captures, layer.info().replays))
         result[0].fill_(float("nan"))
-    each = launches or seen[0][0]
-    assert each in (2, 3)
     assert seen == [(each, 0, 0), (2 * each, 1, 1), (3 * each, 1, 2), (4 * each, 1, 3)]
     info, plan = layer.info(), core_plan(1, 130, 1, 2, 132, split=split)
-    assert info.compiles == each and info.workspace_bytes == plan.workspace_bytes(1, 2)
+    assert info.compiles == kernels and info.workspace_bytes == plan.workspace_bytes(1, 2)
     assert info.buffer_bytes == result[0].nbytes + result[1].nbytes
+
+
+@pytest.mark.parametrize(
+    ("split", "after"),
+    [
+        (2, {"first": "", "rest": "first"}),
+        (
+            3,
+            {
+                "first": "",
+                "summary": "",
+                "scan": "first summary",
+                "rest": "first summary scan",
+            },
+        ),
+    ],
+)
+def test_a_summary_overlaps_the_first_segment_and_the_scan_waits_for_both(device, split, after):
+    device.current.before = frozenset({"earlier"})
+    call(Runtime(), arguments(), reuse=False, split=split)
+    assert device.waits == {name: {"earlier", *found.split()} for name, found in after.items()}
+
+
+def test_the_stream_beside_is_the_threads_own(device):
+    found = []
+
+    def look():
+        runtime.side_by_side(lambda: None, lambda: found.append(device.current))
+
+    for _ in range(2):
+        look()
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    mine, again, other = found
+    assert mine is again and mine is not other and device.current not in found
 
 
 def test_fresh_outputs_of_a_split_share_its_temporaries(device, monkeypatch):

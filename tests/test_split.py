@@ -1,7 +1,5 @@
 """Plans, temporaries and the launch sequence of the split over time; no kernel runs here."""
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,8 +43,12 @@ def test_segment_length_must_leave_two_segments(length):
 def test_ctas():
     plan = SegmentPlan(128, 10)
     assert plan.segments == 13
-    assert plan.summary_ctas(4) == 4 * (12 + 11)
-    assert plan.forward_ctas(4, 64) == 4 * 2 * 13
+    # N and D of the eleven between, beside the first's tiles
+    assert plan.opening_ctas(4, 64) == 4 * (2 + 2 * 11)
+    assert plan.opening_ctas(4, 128) == 4 * (1 + 2 * 11)
+    assert plan.forward_ctas(4, 64) == 4 * 2 * 12
+    two = SegmentPlan(128, 64)
+    assert (two.opening_ctas(4, 64), two.forward_ctas(4, 128)) == (4 * 2, 4)
 
 
 def test_temporaries():
@@ -63,37 +65,81 @@ def test_temporaries():
         workspaces(SegmentPlan(4, 2), 1, 1, 4)
 
 
-def recording_launchers(log):
-    def record(name):
-        return lambda *arguments: log.append((name, arguments))
-
-    return SplitLaunchers(record("summary"), record("scan"), record("forward"))
+TEMPORARIES = ("states", "transitions", "residuals", "decays")
+FORWARD = ("q", "k", "v", "g", "beta", "A", "initial", "states", "output", "final", 0.5)
 
 
-@pytest.mark.parametrize(
-    "chunks, length, names", [(5, 2, "summary scan forward"), (5, 3, "summary forward")]
-)
-def test_launch_sequence(chunks, length, names):
-    log = []
-    temporaries = {name: name for name in ("states", "transitions", "residuals", "decays")}
-    arguments = (
-        recording_launchers(log),
+def launch_arguments(launchers, chunks, length):
+    return (
+        launchers,
         SegmentPlan(chunks, length),
-        temporaries,
-        tuple(["q", "k", "v", "g", "beta", "A"]),
+        {name: name for name in TEMPORARIES},
+        ("q", "k", "v", "g", "beta", "A"),
         "initial",
         "output",
         "final",
         0.5,
     )
+
+
+def recording_launchers(log, *kernels):
+    """Those of some kernels only; the two launches of a pair in the other order."""
+
+    def record(name):
+        return lambda *arguments: log.append((name, *arguments))
+
+    def side_by_side(one, other):
+        log.append("both")
+        other()
+        one()
+        log.append("joined")
+
+    found = {name: record(name) for name in kernels}
+    return SplitLaunchers(
+        found.get("summary"), found.get("scan"), found["forward"], side_by_side=side_by_side
+    )
+
+
+def test_the_summary_runs_beside_the_first_segment():
+    log = []
+    arguments = launch_arguments(recording_launchers(log, "summary", "scan", "forward"), 5, 2)
+    summary = ("summary", "k", "v", "A", "g", "beta", *TEMPORARIES, 2)
+    first, rest = (("forward", *FORWARD, 2, *which) for which in ((0, 1), (1, 2)))
+    scan = ("scan", *TEMPORARIES)
     split_forward(*arguments)
-    assert [name for name, _ in log] == names.split()
-    assert [name for name, _ in split_launches(*arguments)] == names.split()
-    sent = SimpleNamespace(**dict(log))
-    given_temporaries = ("states", "transitions", "residuals", "decays")
-    assert sent.summary == ("k", "v", "A", "g", "beta", "initial", *given_temporaries, length)
-    assert sent.forward[:7] == ("q", "k", "v", "g", "beta", "A", "initial")
-    assert sent.forward[7:] == ("states", "output", "final", 0.5, length)
+    assert log == ["both", summary, first, "joined", scan, rest]
+    # One after the other, for callers that time them.
+    launches = split_launches(*arguments)
+    assert [name for name, _ in launches] == ["first", "summary", "scan", "rest"]
+    log.clear()
+    for _, launch in launches:
+        launch()
+    assert log == [first, summary, scan, rest]
+
+
+def test_two_segments_are_two_forward_launches():
+    log = []
+    arguments = launch_arguments(recording_launchers(log, "forward"), 5, 3)
+    split_forward(*arguments)
+    assert log == [("forward", *FORWARD, 3, 0, 1), ("forward", *FORWARD, 3, 1, 1)]
+    assert [name for name, _ in split_launches(*arguments)] == ["first", "rest"]
+
+
+@given(st.integers(65, 10**5), st.integers(2, 200))
+def test_every_segment_is_launched_once(tokens, segments):
+    plan, log = plan_segments(tokens, segments), []
+    launchers = recording_launchers(log, "summary", "scan", "forward")
+    split_forward(*launch_arguments(launchers, plan.chunks, plan.chunks_per_segment))
+    ranges = [entry[-2:] for entry in log if entry[0] == "forward"]
+    launched = [number for first, count in ranges for number in range(first, first + count)]
+    assert launched == list(range(plan.segments))
+
+
+def test_without_streams_one_follows_the_other():
+    log = []
+    launchers = SplitLaunchers(None, None, None)
+    launchers.side_by_side(lambda: log.append("one"), lambda: log.append("other"))
+    assert log == ["one", "other"]
 
 
 def test_a_plan_states_its_memory():

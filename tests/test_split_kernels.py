@@ -9,7 +9,7 @@ import torch
 from cases import CHUNK, HEAD_DIM, Inputs
 from gdn_ladder import four_group
 from gdn_prefill.kernels import resident, split
-from gdn_prefill.split import SegmentPlan, SplitLaunchers, split_forward, workspaces
+from gdn_prefill.split import SegmentPlan, SplitLaunchers, in_turn, split_forward, workspaces
 from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
 from tile_emulator import DeadlockError, Edit, Program, adversarial, emulate
 
@@ -86,8 +86,8 @@ def programs(Hq, Hv, state, products, block_dv):
     )
 
 
-def run_split(x, length, products=3, block_dv=64, **options):
-    """(output, final state, temporaries) of the three launches; any finding raises."""
+def run_split(x, length, products=3, block_dv=64, side_by_side=in_turn, **options):
+    """(output, final state, temporaries) of all launches; any finding raises."""
     B, T, Hv = x.g.shape
     plan = SegmentPlan(-(-T // CHUNK), length)
     kernels = programs(x.q.shape[2], Hv, x.initial_state is not None, products, block_dv)
@@ -98,7 +98,7 @@ def run_split(x, length, products=3, block_dv=64, **options):
     between = temporaries(x, plan, products)
     output, final_state = outputs(x)
     split_forward(
-        SplitLaunchers(*map(launcher, kernels, PASS_CONFIGS)),
+        SplitLaunchers(*map(launcher, kernels, PASS_CONFIGS), side_by_side),
         plan,
         between,
         prepared(x),
@@ -150,6 +150,35 @@ def test_split_matches_float64(B, T, Hq, Hv, state, length, block_dv, products):
     torch.testing.assert_close(final_state.double(), want_state, **TOLERANCE)
 
 
+@pytest.mark.parametrize("block_dv", [64, 128])
+def test_the_first_segment_and_the_summary_run_in_any_order(block_dv):
+    """Neither reads or overwrites what the other one writes."""
+    x = inputs(1, 4 * CHUNK - 3, 1, 2)
+    one = run_split(x, 1, 1, block_dv)
+    other = run_split(x, 1, 1, block_dv, lambda first, summary: in_turn(summary, first))
+    for mine, theirs in zip(one[:2], other[:2], strict=True):
+        assert mine.isfinite().all() and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("block_dv", [64, 128])
+def test_the_first_segment_alone_writes_its_output_and_the_state_at_its_end(block_dv):
+    x = inputs(1, 4 * CHUNK - 3, 1, 2)
+    plan, part = SegmentPlan(4, 1), slice(CHUNK)
+    between = temporaries(x, plan, 1)
+    output, final_state = outputs(x)
+    emulate(
+        programs(1, 2, True, 1, block_dv)[2],
+        *(*prepared(x), start(x), between["states"], output, final_state, SCALE, 1, 0, 1),
+        pass_configs=resident.PASS_CONFIGS,
+    )
+    head = {name: getattr(x, name)[:, part] for name in ("q", "k", "v", "g", "beta")}
+    want, want_state = reference(replace(x, **head))
+    assert error(output[:, part], want) < 5e-3
+    assert error(between["states"][0].mT, want_state) < 5e-3
+    for untouched in (output[:, CHUNK:], between["states"][1:], final_state):
+        assert untouched.isnan().all()
+
+
 @pytest.mark.parametrize("gate", ["strong", "wild"])
 def test_any_gate(gate):
     x = inputs(1, 6 * CHUNK + 5, 1, 2, True, gate)
@@ -196,6 +225,7 @@ def test_summaries_are_the_affine_map_of_a_segment():
     D = (between["transitions"][0].double() + between["residuals"][0].double()).mT
     M = decay[..., None, None] * torch.eye(HEAD_DIM) + D
     assert error(between["states"][1].mT, local) < 5e-3
+    assert between["states"][0].isnan().all()  # the first segment's, which another launch writes
     assert error(M, transition) < 5e-3
     assert error(D, transition - decay[..., None, None] * torch.eye(HEAD_DIM)) < 5e-3
 
@@ -247,7 +277,7 @@ def test_every_wait_arrival_and_fence_is_needed(name):
     if name == "summary":
         kernel = split.summary_kernel(split.SummaryConfig(1, 1))
         _, k, v, g, beta, A = prepared(x)
-        arguments = (k, v, A, g, beta, start(x), *between.values(), length)
+        arguments = (k, v, A, g, beta, *between.values(), length)
     else:
         kernel = split.scan_kernel(split.ScanConfig(1, 3))
         arguments = tuple(between.values())
