@@ -199,6 +199,7 @@ SPLITS = {
     "norms": replace(PLAIN, l2norm=True),
     "from a pool": replace(PLAIN, initial=BF16, slots=INT64, final="buffer", v_first=True),
     "fp16": replace(PLAIN, dtype=FP16, l2norm=True, initial=FP32, final="none"),
+    "in place": replace(PLAIN, initial=FP32, slots=INT32, final="in place"),
 }
 
 
@@ -221,7 +222,6 @@ def test_split_over_time(emulated, monkeypatch, name, tile, length):
         {"packed": INT32},
         {"batch_invariant": True},
         {"kept": "h"},
-        {"initial": FP32, "final": "in place"},
     ],
 )
 def test_what_is_never_split(emulated, changes):

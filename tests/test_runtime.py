@@ -25,7 +25,7 @@ OPENED, SUMMARISED, SCANNED = 3.0, 7.0, 1.0
 class Stream:
     """A CUDA stream that knows what was launched before what it launches next."""
 
-    def __init__(self, device=None):
+    def __init__(self, device=None, priority=0):
         self.device, self.before = device, frozenset()
 
     def wait_stream(self, other):

@@ -46,8 +46,8 @@ def core_kernels(
     forward: str = SHIPPED,
 ) -> dict[str, CoreKernel]:
     """The kernels of a plan: "summary" and "scan" of a split (neither with two segments), and
-    "forward", one of FORWARD_KERNELS. Raises ValueError for a plan
-    that the forward kernel cannot run.
+    "forward", one of FORWARD_KERNELS. Raises ValueError for a plan that the forward kernel cannot
+    run.
     """
     kernels = {}
     if plan.cut is not None and plan.cut.scan_steps:

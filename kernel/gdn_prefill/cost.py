@@ -5,7 +5,8 @@ A launch is described by its work (LaunchWork) and costs
     fixed + wave W + chunk W n + load (CTAs / SMs) n + traffic MB    microseconds
 
 for W = ceil(CTAs / SMs) waves of CTAs, one an SM, that each walk n chunks (of the scan: segments).
-The constants are fitted to a sweep on a device by benchmarks/fit_dispatch.py and live in
+An opening, the first segment's forward pass beside the summary, counts as one launch. The
+constants are fitted to a sweep on a device by benchmarks/fit_dispatch.py and live in
 cost_model.json beside this file, with where they come from. Nothing here touches a device.
 """
 

@@ -18,8 +18,8 @@ TILES = (64, 128)
 PRODUCTS = 1
 # A split is taken where the model expects at least this share of the time to be saved.
 SPLIT_MARGIN = 0.04
-# A split does the work about twice over. From a third of the SMs on (a summary of three segments
-# is three CTAs a state) the unsplit kernel keeps enough of them busy.
+# A split does the work about twice over. From a third of the SMs on (three segments begin with
+# three CTAs a state at 128 columns) the unsplit kernel keeps enough of them busy.
 SPLIT_SHARE = 3
 # Numbers of segments that are tried, beside those that fill one or two waves of a launch exactly.
 SEGMENTS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -94,8 +94,7 @@ def launch_forward(
     )
     plan = CorePlan(NARROW_TILE)
     if not (batch_invariant or states_every):
-        # In place the last segment's CTA would write what the first one's reads.
-        cut = not in_place and may_cut(cu_seqlens is not None, batch_invariant, False)
+        cut = may_cut(cu_seqlens is not None, batch_invariant, False)
         plan = sequence_plan(sequences, B * T, heads_q, heads_v, sm_count(q.device), cut)
     kernels = forward_kernels(
         plan,
@@ -231,8 +230,8 @@ def forward_kernels(
     kept_states: torch.dtype | None,
     state_v_first: bool,
 ) -> dict[str, Kernel]:
-    """What serves such a call in the order of the launches: "summary" and maybe "scan" of a split,
-    and "forward".
+    """What serves such a call: "summary" and "scan" of a split (neither with two segments), and
+    "forward".
     """
     from .kernels import resident_operator, split, split_operator
 

@@ -348,16 +348,20 @@ def side_by_side(one: Callable[[], object], other: Callable[[], object]) -> None
     current = torch.cuda.current_stream()
     beside = _stream_beside(current.device, threading.get_ident())
     beside.wait_stream(current)
-    with torch.cuda.stream(beside):
-        other()
-    one()
-    current.wait_stream(beside)
+    try:
+        with torch.cuda.stream(beside):
+            other()
+        one()
+    finally:
+        current.wait_stream(beside)
 
 
 @functools.lru_cache(maxsize=64)
 def _stream_beside(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """A thread's own, as another's launches would join a capture."""
-    return torch.cuda.Stream(device)
+    """A thread's own, as another's launches would join a capture; of the pool of high priority, so
+    that it is none of the streams that captures run on.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def record(device: torch.device | None, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -415,7 +415,7 @@ def segment_place(config, head, sequence, part, chunks_per_segment, **more) -> S
 def summary_kernel(config: SummaryConfig):
     """Build the summary kernel as a TileLang PrimFunc.
 
-    Arguments of the PrimFunc, with B, T, segments >= 2 and middle = max(segments - 2, 1) dynamic:
+    Arguments of the PrimFunc, with B, T, segments >= 3 and middle = segments - 2 dynamic:
     k [B, T, Hq, 128] bf16, v [B, T, Hv, 128] bf16, A [B, T, Hv, 64] bf16, g_cumsum, beta [B, T,
     Hv] fp32, states [segments - 1, B, Hv, 128 (dv), 128 (dk)] fp32, transitions and residuals
     [middle, B, Hv, 128 (dv), 128 (dk)] bf16 (residuals: a one-element dummy unless
