@@ -5,11 +5,12 @@
     python benchmarks/split_variants.py --cases chain_equal --plans chain_equal:16:64:1
     python benchmarks/split_variants.py --once --plans chain_equal:13:64:1   for a profiler
 
-A plan is CASE:SEGMENTS:BLOCK_DV:PRODUCTS. Each case runs in a worker of its own that is killed when
-it says nothing for --timeout seconds; what it had reported by then is kept. Times are of one replay
-of a captured graph: of the whole sequence, of each of its parts alone, and of the unsplit kernel,
-all in turn. The parts are the opening (the first segment with the summary beside it), the scan and
-the rest; with two segments there is no summary and no scan. TILELANG_CACHE_DIR is honoured.
+A plan is CASE:SEGMENTS:BLOCK_DV:PRODUCTS, and :apart where no two CTAs make a pair. Each case runs
+in a worker of its own that is killed when it says nothing for --timeout seconds; what it had
+reported by then is kept. Times are of one replay of a captured graph: of the whole sequence, of
+each of its parts alone, and of the unsplit kernel, all in turn. The parts are the opening (the
+first segment with the summary beside it; each of them alone too), the scan and the rest; with two
+segments there is no summary and no scan. TILELANG_CACHE_DIR is honoured.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernel")]
 HEAD_DIM = 128
 UNSPLIT_DV = {"chain_equal": 64, "long_low_gva": 64, "batch_split_gva": 64, "deep_gva_state": 64}
 PLANS = (
-    "chain_equal:8:64:1",
-    "chain_equal:13:64:1",
-    "chain_equal:13:64:3",
+    "chain_equal:9:64:1",
+    "chain_equal:12:64:1",
+    "chain_equal:12:64:3",
     "chain_equal:16:64:1",
-    "long_low_gva:8:64:1",
-    "long_low_gva:8:64:3",
-    "long_low_gva:9:128:1",
-    "batch_split_gva:2:64:1",
+    "long_low_gva:9:64:1",
+    "long_low_gva:9:64:1:apart",
+    "long_low_gva:9:64:3",
+    "batch_split_gva:3:64:1",
+    "batch_split_gva:3:64:1:apart",
     "batch_split_gva:3:128:1",
-    "batch_split_gva:3:128:3",
-    "deep_gva_state:2:64:1",
+    "deep_gva_state:3:64:1",
+    "deep_gva_state:3:64:1:apart",
+    "deep_gva_state:3:64:3",
     "deep_gva_state:3:128:1",
-    "deep_gva_state:3:128:3",
 )
 
+APART = ":apart"
 RELATIVE_LIMIT = 5e-3
 UNSPLIT_RATIO = 1.3  # an error beyond RELATIVE_LIMIT may still be this many times the unsplit one
 TOLERANCE = {"rtol": 5e-3, "atol": 5e-3}
@@ -66,6 +69,7 @@ FIELDS = (
     "chunks_per_segment",
     "block_dv",
     "products",
+    "paired",
     "output_error",
     "state_error",
     "unsplit_output_error",
@@ -73,6 +77,8 @@ FIELDS = (
     "mismatches",
     "total_us",
     "opening_us",
+    "first_us",
+    "summary_us",
     "scan_us",
     "rest_us",
     "unsplit_us",
@@ -87,26 +93,45 @@ class Variant:
     segments: int
     block_dv: int
     products: int
+    paired: bool = True
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        case, *numbers = text.split(":")
+        case, *numbers = text.removesuffix(APART).split(":")
         if len(numbers) != 3 or not all(number.isdigit() for number in numbers):
-            raise argparse.ArgumentTypeError(f"{text!r} is not CASE:SEGMENTS:BLOCK_DV:PRODUCTS")
-        return cls(case, *map(int, numbers))
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not CASE:SEGMENTS:BLOCK_DV:PRODUCTS or that and {APART}"
+            )
+        return cls(case, *map(int, numbers), paired=not text.endswith(APART))
 
     def __str__(self) -> str:
-        return f"{self.case}:{self.segments}:{self.block_dv}:{self.products}"
+        apart = "" if self.paired else APART
+        return f"{self.case}:{self.segments}:{self.block_dv}:{self.products}{apart}"
+
+    @property
+    def kernels(self) -> tuple:
+        """What split_launchers takes beside the heads."""
+        return self.block_dv, self.products, self.paired
 
 
-def split_launchers(heads_q, heads_v, initial_state, block_dv, products):
+def split_launchers(heads_q, heads_v, initial_state, block_dv, products, paired=True):
     from gdn_prefill.kernels import resident
     from gdn_prefill.kernels import split as kernels
     from gdn_prefill.runtime import compile_launcher, side_by_side
     from gdn_prefill.split import SplitLaunchers
 
-    forward = resident.ResidentConfig(heads_q, heads_v, block_dv, initial_state, segmented=True)
-    summary = kernels.SummaryConfig(heads_q, heads_v, residual=products == 3)
+    class Apart(resident.ResidentConfig):
+        pair = None
+
+    class SummaryApart(kernels.SummaryConfig):
+        pair = None
+
+    forward = (resident.ResidentConfig if paired else Apart)(
+        heads_q, heads_v, block_dv, initial_state, segmented=True
+    )
+    summary = (kernels.SummaryConfig if paired else SummaryApart)(
+        heads_q, heads_v, residual=products == 3
+    )
     return SplitLaunchers(
         compile_launcher(kernels.summary_kernel(summary), kernels.PASS_CONFIGS),
         compile_launcher(
@@ -118,13 +143,17 @@ def split_launchers(heads_q, heads_v, initial_state, block_dv, products):
 
 
 def parts_of(launchers, plan, *arguments):
-    """What split_launches returns, but the first segment and the summary beside it as one."""
+    """What split_launches returns, but the first segment and the summary beside it as one; and
+    both of them alone.
+    """
     from gdn_prefill.split import split_launches
 
     launches = dict(split_launches(launchers, plan, *arguments))
     first, summary = launches.pop("first"), launches.pop("summary", None)
-    opening = first if summary is None else partial(launchers.side_by_side, first, summary)
-    return {"opening": opening, **launches}
+    if summary is None:
+        return {"opening": first, **launches}, {}
+    opening = partial(launchers.side_by_side, first, summary)
+    return {"opening": opening, **launches}, {"first": first, "summary": summary}
 
 
 def unsplit_launcher(heads_q, heads_v, initial_state, block_dv):
@@ -176,8 +205,10 @@ class Bound:
 
         return call
 
-    def split(self, plan, block_dv, products):
-        """The parts by name, and the bytes of their temporaries (filled with NaN)."""
+    def split(self, plan, block_dv, products, paired=True):
+        """The parts by name, those of the opening, and the bytes of their temporaries (filled with
+        NaN).
+        """
         import torch
 
         from gdn_prefill.split import workspaces
@@ -189,8 +220,8 @@ class Bound:
             )
             for name, shape in shapes.items()
         }
-        parts = parts_of(
-            split_launchers(self.Hq, self.Hv, self.has_state, block_dv, products),
+        parts, opening = parts_of(
+            split_launchers(self.Hq, self.Hv, self.has_state, block_dv, products, paired),
             plan,
             temporaries,
             self.inputs,
@@ -199,7 +230,7 @@ class Bound:
             self.final_state,
             HEAD_DIM**-0.5,
         )
-        return parts, sum(shape.bytes for shape in shapes.values())
+        return parts, opening, sum(shape.bytes for shape in shapes.values())
 
     def errors(self) -> tuple[float, float]:
         """Relative L2 errors of output and state; NaN where something was not written."""
@@ -306,7 +337,7 @@ def small_worker(products) -> None:
         for count in products:
             where = f"B={B} T={T} Hq={heads_q} Hv={heads_v} gate={gate} products={count}"
             try:
-                parts, _ = bound.split(SegmentPlan(-(-T // 64), length), 64, count)
+                parts, _, _ = bound.split(SegmentPlan(-(-T // 64), length), 64, count)
                 found = checked(bound, unsplit, parts, where, gate in EXACT_GATES)
                 report(event="small", where=where, **found)
             except AssertionError as error:
@@ -328,9 +359,9 @@ def case_worker(variants, rounds) -> None:
     for variant in variants:
         try:
             plan = plan_segments(bound.T, variant.segments)
-            parts, size = bound.split(plan, variant.block_dv, variant.products)
+            parts, opening, size = bound.split(plan, *variant.kernels)
             fields = checked(bound, unsplit, parts, str(variant), True)
-            calls = {"total": in_order(parts), **parts, "unsplit": unsplit}
+            calls = {"total": in_order(parts), **parts, **opening, "unsplit": unsplit}
             graphs = {part: capture(call, device) for part, call in calls.items()}
             timer = make_timer(device, Protocol.GRAPH)
             samples = interleave(graphs, Plan(Protocol.GRAPH, 5, rounds), timer, device)
@@ -342,6 +373,7 @@ def case_worker(variants, rounds) -> None:
                 chunks_per_segment=plan.chunks_per_segment,
                 block_dv=variant.block_dv,
                 products=variant.products,
+                paired=variant.paired,
                 unsplit_block_dv=UNSPLIT_DV[name],
                 workspace_bytes=size,
                 **fields,
@@ -358,9 +390,7 @@ def launch_once(variant: Variant) -> None:
 
     (case,) = [case for case in load_cases() if case.name == variant.case]
     bound = Bound(make_inputs(case, device="cuda"))
-    parts, _ = bound.split(
-        plan_segments(bound.T, variant.segments), variant.block_dv, variant.products
-    )
+    parts, _, _ = bound.split(plan_segments(bound.T, variant.segments), *variant.kernels)
     for _ in range(3):
         in_order(parts)()
     torch.cuda.synchronize()
@@ -370,8 +400,8 @@ def compile_all(variants) -> None:
     from cases import load_cases
 
     heads = {case.name: (case.Hq, case.Hv, case.initial_state) for case in load_cases()}
-    small = {(one[2:5], 64, count) for one in SMALL for count in (1, 3)}
-    wanted = {(heads[one.case], one.block_dv, one.products) for one in variants} | small
+    small = {(one[2:5], 64, count, True) for one in SMALL for count in (1, 3)}
+    wanted = {(heads[one.case], *one.kernels) for one in variants} | small
     unsplit = {(heads[one.case], UNSPLIT_DV[one.case]) for one in variants}
     unsplit |= {(one[2:5], 64) for one in SMALL}
     for key in sorted(wanted):
@@ -432,6 +462,7 @@ def one_line(event: dict) -> str:
     return (
         f"{event['case']:16s} {event['segments']:3d} x {event['chunks_per_segment']:4d} chunks "
         f"dv {event['block_dv']:3d} products {event['products']} "
+        f"{'' if event['paired'] else 'apart '}"
         f"{event['total_us']:8.1f} us = {event['opening_us']:.1f} / {event.get('scan_us', 0):.1f} "
         f"/ {event['rest_us']:.1f}, unsplit {event['unsplit_us']:.1f}, {errors}"
     )
