@@ -190,6 +190,19 @@ class Derivations:
                 raise NotRecordedError(f"round {round_} has no {variant} on {shape}")
         return (times[variant, long] - times[variant, short]) / (more - fewer)
 
+    def split(self, round_: int, plan: str, part: str = "total") -> float:
+        """Microseconds of a part of a split in a round of rounds/, as split_variants names both."""
+        path = self._folder / "rounds" / f"split_round{round_}.csv"
+        if not path.is_file():
+            raise NotRecordedError(f"round {round_} of the split has no times")
+        with path.open(newline="", encoding="utf-8") as handle:
+            for row in csv.DictReader(handle):
+                apart = ":apart" if row.get("paired") == "False" else ""
+                fields = ("case", "segments", "block_dv", "products")
+                if ":".join(row[field] for field in fields) + apart == plan:
+                    return float(row[f"{part}_us"])
+        raise NotRecordedError(f"round {round_} of the split has no {plan}")
+
     def wavefronts(self, round_: int, variant: str, chunks: int, operation: str = "") -> float:
         """Shared-memory wavefronts of a CTA in a chunk, one a cycle, as ncu counts them.
 

@@ -284,6 +284,20 @@ def test_the_public_table_takes_the_fastest_variant(recorded, tmp_path):
     assert first == f"| {CASES[0]} |  |  |  | 0.5000 |  | 0.6000 |  |"
 
 
+def test_splits_are_found_by_their_plan(recorded, tmp_path):
+    with pytest.raises(NotRecordedError, match="round 3"):
+        recorded.split(3, "deep:3:64:1")
+    rows = ["deep,3,64,1,True,250,130", "deep,3,64,1,False,300,180"]
+    path = tmp_path / "gpu" / "rounds" / "split_round3.csv"
+    path.parent.mkdir(exist_ok=True)
+    header = "case,segments,block_dv,products,paired,total_us,opening_us"
+    path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    assert recorded.split(3, "deep:3:64:1") == 250
+    assert recorded.split(3, "deep:3:64:1:apart", "opening") == 180
+    with pytest.raises(NotRecordedError, match="deep:4:64:1"):
+        recorded.split(3, "deep:4:64:1")
+
+
 def test_slopes_leave_the_fixed_costs_out(recorded, tmp_path):
     folder = tmp_path / "gpu" / "rounds"
     folder.mkdir()
