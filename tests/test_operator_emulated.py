@@ -230,9 +230,10 @@ def test_what_is_never_split(emulated, changes):
     assert [config.segmented for config in forward_configs(emulated)] == [False]
 
 
-def test_a_long_sequence_is_split(emulated):
+@pytest.mark.parametrize("lengths", [(5000,), (3000, 3000)])
+def test_long_sequences_are_split(emulated, lengths):
     check(
-        replace(PLAIN, heads=(1, 1)), replace(DATA, lengths=(5000,), strength=0.06), "cpu", "auto"
+        replace(PLAIN, heads=(1, 1)), replace(DATA, lengths=lengths, strength=0.06), "cpu", "auto"
     )
     assert [config.segmented for config in forward_configs(emulated)] == [True]
 

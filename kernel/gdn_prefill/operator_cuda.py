@@ -138,7 +138,8 @@ def workspaces(
 
     found = operator_outputs(shape.B, shape.T, shape.Hq, shape.Hv, dtype, options.use_qk_l2norm)
     if may_cut(shape.packed, options.batch_invariant, bool(options.states_every)):
-        plan = sequence_plan(shape.B, shape.T, shape.Hq, shape.Hv, sm_count(device), True)
+        tokens = shape.B * shape.T
+        plan = sequence_plan(shape.B, tokens, shape.Hq, shape.Hv, sm_count(device), True)
         for name, item in plan.workspaces(shape.B, shape.Hv).items():
             found[name] = (item.shape, getattr(torch, item.dtype))
     return found
