@@ -242,7 +242,8 @@ class Derivations:
     def ctas(self, version: str, case: str) -> int:
         """CTAs of a version's (last) launch; of the ladder's, those that do not split time."""
         tiles = self.states(case) * HEAD_DIM // self.tile(version, case)
-        return tiles * self.segments(case) if version == SHIPPED else tiles
+        # Of a split, the first segment runs before, beside the summary.
+        return tiles * max(1, self.segments(case) - 1) if version == SHIPPED else tiles
 
     def tensor_us(self, tile: int, forms_w: bool = False) -> float:
         """Microseconds of tensor-core work in one chunk at a tile: six products, or v1's seven."""

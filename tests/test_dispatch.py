@@ -298,3 +298,16 @@ def test_an_unknown_backend_is_named():
 def test_the_labs_rule_refuses_heads_that_do_not_divide(heads_v, heads_q):
     with pytest.raises(ValueError, match="positive multiple"):
         select_block_dv(heads_v, heads_q)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"split": 40000}, "split=40000: a split takes at most 32767"),
+        ({"block_dv": 64.0}, "block_dv=64.0"),
+        ({"split": 4, "products": 0}, "products=0"),
+    ],
+)
+def test_what_no_launch_could_take_is_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        core_plan(1, 64 * 70000, 1, 2, SMS, **options)

@@ -398,7 +398,7 @@ def test_outputs_may_not_be_inputs():
     with pytest.raises(ValueError, match="output is the memory of v"):
         chunk_gated_delta_rule(q, k, v, g, beta, output=v)
     pool = states(1, torch.bfloat16)
-    with pytest.raises(ValueError, match="another dtype"):
+    with pytest.raises(ValueError, match="another start, dtype"):
         chunk_gated_delta_rule(
             q, k, v, g, beta, initial_state=pool, output_state=pool.view(torch.float16)
         )
@@ -433,3 +433,35 @@ def test_every_argument_is_documented():
 def test_lazy_export():
     assert gdn_prefill.chunk_gated_delta_rule is chunk_gated_delta_rule
     assert callable(gdn_prefill.plan)
+
+
+def test_memory_that_is_shared_in_part_is_refused():
+    q, k, v, g, beta = tokens(65)
+    room = torch.zeros(v.numel() + 128, dtype=v.dtype)
+    shifted, output = room[:-128].view_as(v), room[128:].view_as(v)
+    with pytest.raises(ValueError, match="output is the memory of v"):
+        chunk_gated_delta_rule(q, k, shifted, g, beta, output=output)
+    pool = torch.zeros(3, v.shape[2], 128, 128)
+    with pytest.raises(ValueError, match="output_state is the memory of initial_state with"):
+        chunk_gated_delta_rule(
+            *(q, k, v, g, beta),
+            initial_state=pool[:1].expand(1, -1, -1, -1),
+            output_state=pool.view(-1)[1:].as_strided(pool[:1].shape, pool.stride()),
+            output_final_state=True,
+        )
+    # Rows of one pool that lie between each other's are not shared.
+    layers = torch.zeros(1, 2, v.shape[2], 128, 128)
+    chunk_gated_delta_rule(
+        *(q, k, v, g, beta),
+        initial_state=layers[:, 0],
+        output_state=layers[:, 1],
+        output_final_state=True,
+    )
+
+
+def test_a_plans_own_output_is_no_input():
+    q, k, v, g, beta = tokens(65)
+    plan = gdn_prefill.plan(q.shape[2], v.shape[2], 65, device="cpu")
+    output, _ = plan.run(q, k, v, g, beta)
+    with pytest.raises(ValueError, match="output is the memory of v"):
+        plan.run(q, k, output, g, beta)

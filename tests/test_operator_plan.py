@@ -397,3 +397,10 @@ def test_without_the_kernel_cuda_says_so(standin, monkeypatch):
     with pytest.raises(NotImplementedError, match="no such kernel"):
         chunk_gated_delta_rule(*tokens(70), backend="cuda")
     assert not standin.launches
+
+
+def test_clear_forgets_reused_outputs():
+    chunk_gated_delta_rule(*tokens(65), reuse_outputs=True)
+    assert plans._REUSED.info().size
+    gdn_prefill.clear()
+    assert not plans._REUSED.info().size

@@ -128,8 +128,11 @@ def cache_info() -> RuntimeInfo:
 
 
 def clear() -> None:
-    """Drop every cached kernel, buffer and graph."""
+    """Drop every cached kernel, buffer and graph, those of the operator's reused outputs too."""
+    from .plans import drop_reused
+
     RUNTIME.clear()
+    drop_reused()
 
 
 def _refuse_options(backend, reuse_outputs) -> None:

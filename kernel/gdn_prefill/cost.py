@@ -44,7 +44,7 @@ class CoreCall:
     """The sizes that a plan is made for: what the host knows without asking the device.
 
     sequences: B, or N of packed sequences. tokens: T; of packed sequences, whose lengths the host
-    does not know, their mean, total / N rounded up: at equal lengths splitting gains least.
+    does not know, their mean, total / N rounded down.
     """
 
     sequences: int

@@ -55,8 +55,8 @@ def core_plan(
     check_split(split)
     if sm_count < 1:
         raise ValueError(f"sm_count={sm_count} must be at least 1")
-    if block_dv is not None and block_dv not in TILES:
-        raise ValueError(f"block_dv={block_dv} must be one of {TILES}, or None")
+    if block_dv is not None and (type(block_dv) is not int or block_dv not in TILES):
+        raise ValueError(f"block_dv={block_dv!r} must be one of {TILES}, or None")
     tiles = TILES if block_dv is None else (block_dv,)
     model = model or packaged_model()
 
@@ -129,9 +129,12 @@ def _check_cut(split: bool | int, call: CoreCall) -> None:
             f"split is {split}, but tokens={call.tokens} is {call.chunks} chunk(s) of 64: a "
             "segment has at least one"
         )
-    for name, extent in (("split", least), ("sequences", call.sequences)):
-        if extent > MAX_GRID:
-            raise ValueError(f"{name}={extent}: a split takes at most {MAX_GRID}")
+    for name, number, most in (
+        ("split", least, MAX_GRID // 2),  # the summary has two CTAs a segment
+        ("sequences", call.sequences, MAX_GRID),
+    ):
+        if number > most:
+            raise ValueError(f"{name}={number}: a split takes at most {most}")
 
 
 def select_block_dv(heads_v: int, heads_q: int) -> int:

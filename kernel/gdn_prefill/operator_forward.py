@@ -54,7 +54,7 @@ def launch_forward(
     state_v_first: bool,
     batch_invariant: bool,
 ) -> None:
-    """Stage 2: one walk over the chunks of every sequence and V head, on the current stream.
+    """Stage 2: all chunks of every sequence and V head, on the current stream.
 
     Args:
         q, k, v: [B, T, Hq or Hv, 128], one dtype, bf16 or fp16.

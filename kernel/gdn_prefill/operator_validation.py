@@ -356,7 +356,6 @@ def _check_kept_states(x: Operands, options: Options, shape: OperatorShape) -> N
 
 def _check_placement(x: Operands) -> None:
     device = x.q.device
-    reads = {"q": x.q, "k": x.k, "v": x.v, "initial_state": x.initial_state}
     for name, tensor in zip(Operands._fields, x, strict=True):
         if tensor is None:
             continue
@@ -364,28 +363,59 @@ def _check_placement(x: Operands) -> None:
             raise ValueError(
                 f"{name} is on {tensor.device}, q on {device}; all tensors must be on one device"
             )
-        if _has_no_address(tensor):
-            continue
-        if tensor.is_cuda and name in ALIGNED:
+        if not _has_no_address(tensor) and tensor.is_cuda and name in ALIGNED:
             check_address(name, tensor.data_ptr())
-        if name in ("output", "output_state", "state_checkpoints"):
-            for other, read in reads.items():
-                # A state may be updated in place: every sequence reads its own before it writes.
-                in_place = name == "output_state" and other == "initial_state"
-                if read is not None and not in_place and read.data_ptr() == tensor.data_ptr():
-                    raise ValueError(f"{name} is the memory of {other}, which is read meanwhile")
-    if (
-        x.output_state is not None
-        and x.initial_state is not None
-        and not _has_no_address(x.output_state)
-        and x.output_state.data_ptr() == x.initial_state.data_ptr()
-        and (x.output_state.dtype, x.output_state.stride())
-        != (x.initial_state.dtype, x.initial_state.stride())
-    ):
-        raise ValueError(
-            "output_state is the memory of initial_state with another dtype or strides; to update "
-            "in place pass the same tensor"
-        )
+    check_memory(x, x.output, x.output_state, x.state_checkpoints)
+
+
+def check_memory(
+    x: Operands, output: Tensor | None, output_state: Tensor | None, states: Tensor | None
+) -> None:
+    """Refuses results in memory that is read meanwhile, or in each other's."""
+    reads = {"q": x.q, "k": x.k, "v": x.v, "initial_state": x.initial_state}
+    writes = {"output": output, "output_state": output_state, "state_checkpoints": states}
+    writes = {name: t for name, t in writes.items() if t is not None and not _has_no_address(t)}
+    for name, tensor in writes.items():
+        for other, read in reads.items():
+            if read is None or _has_no_address(read) or not _overlap(tensor, read):
+                continue
+            # A state may be updated in place: every sequence reads its own before it writes.
+            if (name, other) != ("output_state", "initial_state"):
+                raise ValueError(f"{name} is the memory of {other}, which is read meanwhile")
+            if (tensor.data_ptr(), tensor.dtype, tensor.stride()) != (
+                read.data_ptr(),
+                read.dtype,
+                read.stride(),
+            ):
+                raise ValueError(
+                    "output_state is the memory of initial_state with another start, dtype or "
+                    "strides; to update in place pass the same tensor"
+                )
+        for other, written in writes.items():
+            if written is not tensor and _overlap(tensor, written):
+                raise ValueError(f"{name} is the memory of {other}, which is written meanwhile")
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share memory. Of two with gaps, such as rows of one pool, only those
+    that start at the same address are known to.
+    """
+    if one.data_ptr() == other.data_ptr():
+        return one.numel() > 0 and other.numel() > 0
+    if not (one.is_contiguous() or other.is_contiguous()):
+        return False
+    (begin, end), (start, stop) = _span(one), _span(other)
+    return begin < stop and start < end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of the one past its last."""
+    begin = tensor.data_ptr()
+    if not tensor.numel():
+        return begin, begin
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def _check_slots(x: Operands, slots: list[int]) -> None:

@@ -25,6 +25,7 @@ from .operator_validation import (
     Operands,
     OperatorShape,
     Options,
+    check_memory,
     check_on_cpu,
     check_options,
 )
@@ -203,6 +204,7 @@ class Plan:
                     "as torch.float32"
                 )
         results = self._results(x)
+        check_memory(x, results.output, results.final_state, results.states)
         return _Call(results, results.returned(self.options))
 
     def _results(self, x: Operands) -> Results:
@@ -274,6 +276,11 @@ def plan(
 
 
 _REUSED = BoundedCache(PLAN_CAPACITY)
+
+
+def drop_reused() -> None:
+    """Forget the plans of calls into reused outputs, with their buffers and graphs."""
+    _REUSED.clear()
 
 
 def run_reusing(x: Operands, options: Options, backend: str) -> tuple[Tensor | None, ...]:

@@ -109,6 +109,8 @@ class CorePlan:
                 f"cut={self.cut} with products={self.products}: a split has both, an unsplit plan "
                 "neither"
             )
+        if self.products not in (None, 1, 2, 3):
+            raise ValueError(f"products={self.products} must be 1, 2 or 3")
 
     @property
     def kind(self) -> str:

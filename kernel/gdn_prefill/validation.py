@@ -139,7 +139,7 @@ def check_scale(scale: float | None) -> float:
 
 def check_block_dv(block_dv: int | None) -> None:
     """The state columns of one CTA: one of BLOCK_DV, or None for the package's choice."""
-    if block_dv is not None and (isinstance(block_dv, bool) or block_dv not in BLOCK_DV):
+    if block_dv is not None and (type(block_dv) is not int or block_dv not in BLOCK_DV):
         raise ValueError(
             f"block_dv is {block_dv!r}; it must be one of {', '.join(map(str, BLOCK_DV))}, or None"
         )
