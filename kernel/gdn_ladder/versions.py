@@ -275,7 +275,7 @@ VERSIONS: tuple[Version, ...] = (
     Version(
         "prepared_wide",
         idea="prepared_fused over all 128 columns: two state groups share what is made ahead",
-        lesson="one group converts while the other multiplies: a fifth faster than resident at 128",
+        lesson="one group converts while the other multiplies: what resident is at 128 columns now",
         family=PREPARED_WIDE,
         origin="here",
     ),
