@@ -20,7 +20,11 @@ from .resident_common import (
     PASS_CONFIGS,
     SegmentTokens,
     TileConfig,
+    clear_state,
+    load_boundary,
     state_parts,
+    store_first_boundary,
+    store_tile,
 )
 
 __all__ = [
@@ -28,7 +32,6 @@ __all__ = [
     "ResidentConfig",
     "resident_cta",
     "resident_kernel",
-    "store_first_boundary",
 ]
 
 TILES = {64: resident_narrow, 128: resident_wide}
@@ -88,8 +91,7 @@ def load_initial_state(config, place, inputs, registers):
             for i, j in T.Parallel(*part.shape):
                 part[i, j] = inputs.initial_state[place.batch, place.head, first + j, place.dv + i]
     else:
-        for part, _first in state_parts(registers):
-            T.clear(part)
+        clear_state(registers)
 
 
 @T.macro
@@ -97,25 +99,11 @@ def load_state(config, place, inputs, registers):
     """The state that the CTA's first chunk begins with."""
     if config.segmented:
         if place.segment > 0:
-            for part, first in state_parts(registers):
-                for i, j in T.Parallel(*part.shape):
-                    part[i, j] = inputs.states[
-                        place.segment - 1, place.batch, place.head, place.dv + i, first + j
-                    ]
+            load_boundary(place, inputs.states, registers)
         else:
             load_initial_state(config, place, inputs, registers)
     else:
         load_initial_state(config, place, inputs, registers)
-
-
-@T.macro
-def store_first_boundary(config, place, states, registers):
-    """The state at the end of the first segment, with the decay that is still to be applied."""
-    for part, first in state_parts(registers):
-        for i, j in T.Parallel(*part.shape):
-            states[0, place.batch, place.head, place.dv + i, first + j] = (
-                part[i, j] * registers.owed[0]
-            )
 
 
 @T.macro
@@ -132,7 +120,7 @@ def store_state(config, place, inputs, registers):
     """The state after a sequence's last chunk; of a split also that after its first segment."""
     if config.segmented:
         if place.segment == 0:
-            store_first_boundary(config, place, inputs.states, registers)
+            store_first_boundary(place, inputs.states, registers)
         elif config.store_final_state and place.segment == place.segments - 1:
             store_final_state(config, place, inputs, registers)
     elif config.store_final_state:
@@ -154,17 +142,7 @@ def fetch_gates(config, place, chunk, token, inputs, gates):
 
 @T.macro
 def store_output(config, place, chunk, lane, inputs, tiles):
-    """By TMA, which drops rows past the tensor's end."""
-    first = chunk * CHUNK
-    T.copy(
-        tiles.output,
-        inputs.output[
-            place.batch,
-            first : first + CHUNK,
-            place.head,
-            place.dv : place.dv + config.block_dv,
-        ],
-    )
+    store_tile(config, place, chunk, inputs, tiles)
 
 
 LAB = SimpleNamespace(

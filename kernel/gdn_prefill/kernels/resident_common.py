@@ -289,25 +289,84 @@ def gate_slow_scores(config, here, scale, tiles, registers):
         )
 
 
+# --- states and output, whatever the operands
+@T.macro
+def clear_state(registers):
+    for part, _first in state_parts(registers):
+        T.clear(part)
+
+
+@T.macro
+def load_boundary(place, states, registers):
+    """The state at the end of the segment before, as the scan leaves it."""
+    for part, first in state_parts(registers):
+        for i, j in T.Parallel(*part.shape):
+            part[i, j] = states[place.segment - 1, place.batch, place.head, place.dv + i, first + j]
+
+
+@T.macro
+def store_first_boundary(place, states, registers):
+    """The state at the end of the first segment, with the decay that is still to be applied."""
+    for part, first in state_parts(registers):
+        for i, j in T.Parallel(*part.shape):
+            states[0, place.batch, place.head, place.dv + i, first + j] = (
+                part[i, j] * registers.owed[0]
+            )
+
+
+@T.macro
+def store_tile(config, place, chunk, inputs, tiles):
+    """The output of a chunk by TMA, which drops rows past the tensor's end."""
+    first = chunk * CHUNK
+    T.copy(
+        tiles.output,
+        inputs.output[
+            place.batch,
+            first : first + CHUNK,
+            place.head,
+            place.dv : place.dv + config.block_dv,
+        ],
+    )
+
+
 # --- service group
 @T.macro
-def load_chunk(place, tokens, here, inputs, tiles, barriers):
-    """All of a chunk that both tiles have in common: K, Q and A."""
-    T.tma_copy(
-        inputs.k[place.batch, tokens, place.head_q, 0:HEAD_DIM],
-        tiles.k[here.stage, :, :],
-        barrier=barriers.inputs_landed[here.stage],
-    )
-    T.tma_copy(
-        inputs.q[place.batch, tokens, place.head_q, 0:HEAD_DIM],
-        tiles.q[here.stage, :, :],
-        barrier=barriers.inputs_landed[here.stage],
-    )
-    T.tma_copy(
-        inputs.a[place.batch, tokens, place.head, 0:CHUNK],
-        tiles.a[here.stage, :, :],
-        barrier=barriers.inputs_landed[here.stage],
-    )
+def service_role(config, place, lane, scale, inputs, hooks, roles, memory):
+    """A producer warp, a writer warp and the gate warps."""
+    tiles, barriers = memory.tiles, memory.barriers
+    if lane < WARP:
+        producer_warp(config, place, inputs, roles, tiles, barriers)
+    elif lane < 2 * WARP:
+        roles.writer_warp(config, place, lane - WARP, inputs, hooks, tiles, barriers)
+    else:
+        token = lane - 2 * WARP
+        gate_warps(config, place, token, scale, inputs, hooks, roles, tiles, barriers, memory.gates)
+
+
+@T.macro
+def producer_warp(config, place, inputs, roles, tiles, barriers):
+    for chunk in rolled(place.chunks):
+        here = step(config, chunk)
+        first = chunk * CHUNK
+        tokens = slice(first, first + CHUNK)
+        T.barrier_wait(barriers.inputs_free[here.stage], here.freed)
+        T.tma_copy(
+            inputs.k[place.batch, tokens, place.head_q, 0:HEAD_DIM],
+            tiles.k[here.stage, :, :],
+            barrier=barriers.inputs_landed[here.stage],
+        )
+        T.tma_copy(
+            inputs.q[place.batch, tokens, place.head_q, 0:HEAD_DIM],
+            tiles.q[here.stage, :, :],
+            barrier=barriers.inputs_landed[here.stage],
+        )
+        T.tma_copy(
+            inputs.a[place.batch, tokens, place.head, 0:CHUNK],
+            tiles.a[here.stage, :, :],
+            barrier=barriers.inputs_landed[here.stage],
+        )
+        roles.stage_values(config, place, tokens, here, inputs, tiles, barriers)
+        T.barrier_arrive(barriers.inputs_landed[here.stage])
 
 
 def of_key(config, gates, factor):
@@ -401,6 +460,7 @@ def gate_warps(config, place, token, scale, inputs, hooks, roles, tiles, barrier
         if config.packed:
             hooks.clear_neighbours(config, place, here, token, tiles)
         roles.announce_inputs(stage, barriers)
+    roles.close_inputs(config, place, barriers)
 
 
 @T.macro

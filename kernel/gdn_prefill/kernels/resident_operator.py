@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from .parameters import pool, vectors
-from .resident import TILES, resident_cta, store_first_boundary
+from .resident import TILES, resident_cta
 from .resident_common import (
     CHUNK,
     FLUSH_LIMIT,
@@ -34,7 +34,11 @@ from .resident_common import (
     WARP,
     SegmentTokens,
     TileConfig,
+    clear_state,
+    load_boundary,
     state_parts,
+    store_first_boundary,
+    store_tile,
 )
 
 __all__ = ["PASS_CONFIGS", "OperatorConfig", "operator_kernel"]
@@ -177,8 +181,7 @@ def load_initial_state(config, place, inputs, registers):
         )
         read_state(config, place, inputs.initial_state, place.row[0], registers)
     else:
-        for part, _first in state_parts(registers):
-            T.clear(part)
+        clear_state(registers)
 
 
 @T.macro
@@ -186,11 +189,7 @@ def load_state(config, place, inputs, registers):
     """The state that the CTA's first chunk begins with; keeps it where it is asked for."""
     if config.segmented:
         if place.segment > 0:
-            for part, first in state_parts(registers):
-                for i, j in T.Parallel(*part.shape):
-                    part[i, j] = inputs.segment_states[
-                        place.segment - 1, place.batch, place.head, place.dv + i, first + j
-                    ]
+            load_boundary(place, inputs.segment_states, registers)
         else:
             load_initial_state(config, place, inputs, registers)
     else:
@@ -221,7 +220,7 @@ def store_state(config, place, inputs, registers):
     """The state after a sequence's last chunk; of a split also that after its first segment."""
     if config.segmented:
         if place.segment == 0:
-            store_first_boundary(config, place, inputs.segment_states, registers)
+            store_first_boundary(place, inputs.segment_states, registers)
         elif config.final_state is not None and place.segment == place.segments - 1:
             store_final_state(config, place, inputs, registers)
     elif config.final_state is not None:
@@ -347,24 +346,11 @@ def store_output(config, place, chunk, lane, inputs, tiles):
     first = chunk * CHUNK
     if config.packed:
         if first + CHUNK <= place.tokens:
-            store_tile(config, place, first, inputs, tiles)
+            store_tile(config, place, chunk, inputs, tiles)
         else:
             store_rows(config, place, first, lane, inputs, tiles)
     else:
-        store_tile(config, place, first, inputs, tiles)
-
-
-@T.macro
-def store_tile(config, place, first, inputs, tiles):
-    T.copy(
-        tiles.output,
-        inputs.output[
-            place.batch,
-            first : first + CHUNK,
-            place.head,
-            place.dv : place.dv + config.block_dv,
-        ],
-    )
+        store_tile(config, place, chunk, inputs, tiles)
 
 
 @T.macro

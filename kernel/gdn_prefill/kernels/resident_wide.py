@@ -47,14 +47,13 @@ from .resident_common import (
     chunk_scalars,
     following,
     gate_slow_scores,
-    gate_warps,
-    load_chunk,
     lower_triangle,
     multiply_queries_keys,
     of_key,
     of_query,
     resident_gates,
     rolled,
+    service_role,
     set_registers,
     step,
     transposed_accumulator,
@@ -275,19 +274,12 @@ def state_role(config, place, inputs, hooks, tiles, barriers, registers):
 
 # --- service group
 @T.macro
-def producer_warp(config, place, inputs, tiles, barriers):
-    for chunk in rolled(place.chunks):
-        here = step(config, chunk)
-        first = chunk * CHUNK
-        tokens = slice(first, first + CHUNK)
-        T.barrier_wait(barriers.inputs_free[here.stage], here.freed)
-        load_chunk(place, tokens, here, inputs, tiles, barriers)
-        T.tma_copy(
-            inputs.v[place.batch, tokens, place.head, 0:HEAD_DIM],
-            tiles.v[here.stage, :, :],
-            barrier=barriers.inputs_landed[here.stage],
-        )
-        T.barrier_arrive(barriers.inputs_landed[here.stage])
+def stage_values(config, place, tokens, here, inputs, tiles, barriers):
+    T.tma_copy(
+        inputs.v[place.batch, tokens, place.head, 0:HEAD_DIM],
+        tiles.v[here.stage, :, :],
+        barrier=barriers.inputs_landed[here.stage],
+    )
 
 
 @T.macro
@@ -324,7 +316,18 @@ def announce_inputs(stage, barriers):
     arrive_warp(barriers.inputs_ready, stage)
 
 
-GATES = SimpleNamespace(write_factors=write_factors, announce_inputs=announce_inputs)
+@T.macro
+def close_inputs(config, place, barriers):
+    """Nobody waits for more than the chunks there are."""
+
+
+SERVICE = SimpleNamespace(
+    stage_values=stage_values,
+    writer_warp=writer_warp,
+    write_factors=write_factors,
+    announce_inputs=announce_inputs,
+    close_inputs=close_inputs,
+)
 
 
 @T.macro
@@ -341,15 +344,7 @@ def run_roles(config, place, scale, inputs, hooks, memory):
     else:
         set_registers(config, "service")
         lane = thread - config.service_thread
-        if lane < WARP:
-            producer_warp(config, place, inputs, tiles, barriers)
-        elif lane < 2 * WARP:
-            writer_warp(config, place, lane - WARP, inputs, hooks, tiles, barriers)
-        else:
-            token = lane - 2 * WARP
-            gate_warps(
-                config, place, token, scale, inputs, hooks, GATES, tiles, barriers, memory.gates
-            )
+        service_role(config, place, lane, scale, inputs, hooks, SERVICE, memory)
 
 
 def cta_memory(config) -> SimpleNamespace:

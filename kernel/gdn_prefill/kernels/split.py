@@ -396,19 +396,17 @@ def fetch_gates(config, place, chunk, token, inputs, gates):
 HOOKS = SimpleNamespace(fetch_gates=fetch_gates)
 
 
-def segment_place(config, head, sequence, part, chunks_per_segment, **more) -> SimpleNamespace:
+def segment_place(config, head, sequence, part, chunks_per_segment) -> SimpleNamespace:
     """Which part of which segment a summary CTA makes: N and D of all but the first and last."""
     segment = part // 2 + 1
     return SimpleNamespace(
         batch=sequence,
-        sequence=sequence,
         head=head,
         head_q=head // (config.heads_v // config.heads_q),
         segment=segment,
         is_transition=part % 2 == 1,
         first=segment * chunks_per_segment * CHUNK,
         chunks=chunks_per_segment,
-        **more,
     )
 
 
