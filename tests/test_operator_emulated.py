@@ -90,7 +90,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr(runtime, "compile_launcher", compiled)
     for module in (operator_forward, preprocess):
         monkeypatch.setattr(module, "RUNTIME", layer)
-    for module in (operator_cuda, operator_forward, preprocess):
+    for module in (operator_forward, preprocess):
         monkeypatch.setattr(module, "sm_count", lambda _: 132)
     layer.pairs = 0
 
@@ -107,8 +107,7 @@ def emulated(monkeypatch):
 
 def planned(monkeypatch, plan):
     """All calls that are free to choose run by this plan."""
-    for module in (operator_cuda, operator_forward):
-        monkeypatch.setattr(module, "sequence_plan", lambda *_: plan)
+    monkeypatch.setattr(operator_forward, "sequence_plan", lambda *_: plan)
 
 
 # Of lengths: no tokens, one, a tail that is almost a chunk, whole chunks. NaN are the neighbours.

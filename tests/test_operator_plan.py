@@ -10,7 +10,7 @@ import torch
 from test_operator import HQ, HV, D, cu, states, tokens
 
 import gdn_prefill
-from gdn_prefill import chunk_gated_delta_rule, operator_cuda, plans, preprocess
+from gdn_prefill import chunk_gated_delta_rule, operator_cuda, operator_forward, plans, preprocess
 from gdn_prefill.caches import BoundedCache
 from gdn_prefill.operator import implementation
 from gdn_prefill.operator_results import Results
@@ -103,7 +103,7 @@ def standin(monkeypatch):
     monkeypatch.setattr(preprocess, "prepare_operator", it.prepare)
     monkeypatch.setattr(operator_cuda, "launch_forward", it.forward)
     monkeypatch.setattr(operator_cuda, "unsupported", lambda x, options: None)
-    monkeypatch.setattr(operator_cuda, "sm_count", lambda device: 132)
+    monkeypatch.setattr(operator_forward, "sm_count", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(plans, "implementation", lambda backend, device: operator_cuda.run_cuda)
     monkeypatch.setattr(plans, "record", it.record)

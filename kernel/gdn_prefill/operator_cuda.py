@@ -12,10 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .operator_forward import forward_specialisations, launch_forward, may_cut, sequence_plan
+from .operator_forward import call_plan, forward_specialisations, launch_forward
 from .operator_results import Results
 from .operator_validation import Operands, OperatorShape, Options
-from .runtime import sm_count
 from .validation import CHUNK, HEAD_DIM
 
 __all__ = ["forward_specialisations", "launch_forward", "run_cuda", "workspaces"]
@@ -137,11 +136,18 @@ def workspaces(
     from .preprocess import operator_outputs
 
     found = operator_outputs(shape.B, shape.T, shape.Hq, shape.Hv, dtype, options.use_qk_l2norm)
-    if may_cut(shape.packed, options.batch_invariant, bool(options.states_every)):
-        tokens = shape.B * shape.T
-        plan = sequence_plan(shape.B, tokens, shape.Hq, shape.Hv, sm_count(device), True)
-        for name, item in plan.workspaces(shape.B, shape.Hv).items():
-            found[name] = (item.shape, getattr(torch, item.dtype))
+    plan = call_plan(
+        shape.N,
+        shape.B * shape.T,
+        shape.Hq,
+        shape.Hv,
+        device,
+        packed=shape.packed,
+        batch_invariant=options.batch_invariant,
+        keeps_states=bool(options.states_every),
+    )
+    for name, item in plan.workspaces(shape.B, shape.Hv).items():
+        found[name] = (item.shape, getattr(torch, item.dtype))
     return found
 
 

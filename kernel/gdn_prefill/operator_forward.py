@@ -92,10 +92,16 @@ def launch_forward(
         and final_state is not None
         and initial_state.data_ptr() == final_state.data_ptr()
     )
-    plan = CorePlan(NARROW_TILE)
-    if not (batch_invariant or states_every):
-        cut = may_cut(cu_seqlens is not None, batch_invariant, False)
-        plan = sequence_plan(sequences, B * T, heads_q, heads_v, sm_count(q.device), cut)
+    plan = call_plan(
+        sequences,
+        B * T,
+        heads_q,
+        heads_v,
+        q.device,
+        packed=cu_seqlens is not None,
+        batch_invariant=batch_invariant,
+        keeps_states=bool(states_every),
+    )
     kernels = forward_kernels(
         plan,
         heads_q,
@@ -197,6 +203,24 @@ def words(numbers: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
 def may_cut(packed: bool, batch_invariant: bool, keeps_states: bool) -> bool:
     """Whether such calls are split over time where it pays."""
     return not (packed or batch_invariant or keeps_states)
+
+
+def call_plan(
+    sequences: int,
+    tokens: int,
+    heads_q: int,
+    heads_v: int,
+    device: torch.device,
+    *,
+    packed: bool,
+    batch_invariant: bool,
+    keeps_states: bool,
+) -> CorePlan:
+    """The plan that such a call runs and has its workspace for; tokens: of all sequences."""
+    if batch_invariant or keeps_states:
+        return CorePlan(NARROW_TILE)
+    cut = may_cut(packed, batch_invariant, keeps_states)
+    return sequence_plan(sequences, tokens, heads_q, heads_v, sm_count(device), cut)
 
 
 @functools.lru_cache(maxsize=1024)
