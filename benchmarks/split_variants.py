@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +116,7 @@ class Variant:
 def split_launchers(heads_q, heads_v, initial_state, block_dv, products, paired=True):
     from gdn_prefill.kernels import resident
     from gdn_prefill.kernels import split as kernels
-    from gdn_prefill.runtime import compile_launcher, side_by_side
+    from gdn_prefill.runtime import compile_launcher
     from gdn_prefill.split import SplitLaunchers
 
     class Apart(resident.ResidentConfig):
@@ -138,7 +137,6 @@ def split_launchers(heads_q, heads_v, initial_state, block_dv, products, paired=
             kernels.scan_kernel(kernels.ScanConfig(heads_v, products)), kernels.PASS_CONFIGS
         ),
         compile_launcher(resident.resident_kernel(forward), resident.PASS_CONFIGS),
-        side_by_side,
     )
 
 
@@ -152,7 +150,7 @@ def parts_of(launchers, plan, *arguments):
     first, summary = launches.pop("first"), launches.pop("summary", None)
     if summary is None:
         return {"opening": first, **launches}, {}
-    opening = partial(launchers.side_by_side, first, summary)
+    opening = in_order({"summary": summary, "first": first})
     return {"opening": opening, **launches}, {"first": first, "summary": summary}
 
 

@@ -35,9 +35,22 @@ def waits_before_anything(source: str) -> bool:
     return WAIT in body and body.index(WAIT) < first
 
 
-@pytest.mark.parametrize("name", ["summary", "scan", "forward", "operator"])
+@pytest.mark.parametrize("name", ["summary", "scan", "operator"])
 def test_readers_wait_before_they_read(sources, name):
     assert waits_before_anything(sources[name])
+
+
+def test_a_segment_waits_before_it_reads_or_at_its_end(sources):
+    """Beside the summary it waits for that to end after all its work: the scan waits for it."""
+    body = sources["forward"][sources["forward"].rindex("__global__") :]
+    before, between, after = body.split(WAIT)
+    assert "if (beside == 0)" in before and not any(access in before for access in ACCESSES)
+    assert "if (beside != 0)" in between[-80:] and not any(access in after for access in ACCESSES)
+
+
+def test_the_summary_lets_the_first_segment_start_when_it_has_waited(sources):
+    body = sources["summary"][sources["summary"].rindex("__global__") :]
+    assert body.index(WAIT) < body.index(TRIGGER)
 
 
 @pytest.mark.parametrize("name", ["preprocess", "summary", "scan"])

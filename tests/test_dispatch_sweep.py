@@ -126,7 +126,6 @@ def test_every_plan_of_a_point_is_checked_and_timed(monkeypatch):
     pytest.importorskip("tilelang")
     from gdn_prefill import runtime
     from gdn_prefill.kernels import resident
-    from gdn_prefill.split import in_turn
     from tile_emulator import emulate
 
     def compiled(prim_func, pass_configs):
@@ -135,7 +134,6 @@ def test_every_plan_of_a_point_is_checked_and_timed(monkeypatch):
     layer = runtime.Runtime()
     monkeypatch.setattr(runtime, "RUNTIME", layer)
     monkeypatch.setattr(runtime, "compile_launcher", compiled)
-    monkeypatch.setattr(runtime, "side_by_side", in_turn)
     monkeypatch.setattr(sweep, "captured", lambda run: run)
     monkeypatch.setattr(sweep, "WARMUP", 0)
     call = CoreCall(1, 150, 1, 1)

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import threading
 
 import pytest
 import torch
@@ -22,27 +21,16 @@ CASE = Case("small", 1, 130, 1, 2, True, "mixed", 5e-3, 5e-3)
 OPENED, SUMMARISED, SCANNED = 3.0, 7.0, 1.0
 
 
-class Stream:
-    """A CUDA stream that knows what was launched before what it launches next."""
-
-    def __init__(self, device=None, priority=0):
-        self.device, self.before = device, frozenset()
-
-    def wait_stream(self, other):
-        self.before |= other.before
-
-
 class Device:
-    """What the runtime sees of CUDA: the streams, whether one captures, and the launches.
+    """What the runtime sees of CUDA: the stream, whether it captures, and the launches.
 
-    launches: how many kernels have run. waits: of each kernel, by name, the launches that its
-    latest one waits for.
+    launches: how many kernels have run. order: the launches of a split, by name.
     """
 
     def __init__(self):
         self.stream, self.capturing = 0, False
         self.launches, self.recording = 0, None
-        self.current, self.waits = Stream(), {}
+        self.order = []
 
     def compiled(self, prim_func, _):
         """The stand-in for a kernel, told by the name of its PrimFunc."""
@@ -50,26 +38,16 @@ class Device:
         parts = {"gdn_summary": self.summary, "gdn_scan": self.scan}
         return parts.get(name, self.segments if "segment" in name else self.forward)
 
-    @contextlib.contextmanager
-    def on(self, stream):
-        """torch.cuda.stream."""
-        outer, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = outer
-
     def run(self, name, kernel):
         def launch():
             self.launches += 1
             kernel()
 
-        self.waits[name] = self.current.before
-        self.current.before |= {name}
+        self.order.append(name)
         if self.recording is None:
             launch()
         else:
-            self.recording.append((name, launch))
+            self.recording.append(launch)
 
     def forward(self, *tensors_and_scale):
         *tensors, scale = tensors_and_scale
@@ -101,7 +79,7 @@ class Device:
         self.run("scan", kernel)
 
     def segments(self, *arguments):
-        *tensors, scale, length, begin, count = arguments
+        *tensors, scale, length, begin, count, beside = arguments
         q, k, v, g, beta, A, initial_state, states, output, final_state = [
             x.detach() for x in tensors
         ]
@@ -121,6 +99,8 @@ class Device:
             ):
                 output.fill_(float("nan"))
 
+        # Only what comes right after a summary may run beside it.
+        assert bool(beside) == (self.order[-1:] == ["summary"])
         self.run("rest" if begin else "first", kernel)
 
 
@@ -136,10 +116,7 @@ class Graph:
         self.device.recording = []
 
     def capture_end(self):
-        recorded, self.device.recording = self.device.recording, None
-        # All streams must have joined the capturing one.
-        assert {name for name, _ in recorded} <= self.device.current.before
-        self.launches = [launch for _, launch in recorded]
+        self.launches, self.device.recording = self.device.recording, None
 
     def replay(self):
         for launch in self.launches:
@@ -154,9 +131,6 @@ def device(monkeypatch):
     monkeypatch.setattr(runtime, "sm_count", lambda _: 132)
     for name, stand_in in {
         "device": lambda _: contextlib.nullcontext(),
-        "stream": device.on,
-        "current_stream": lambda: device.current,
-        "Stream": Stream,
         "CUDAGraph": Graph,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -165,9 +139,7 @@ def device(monkeypatch):
         "_cuda_isCurrentStreamCapturing": lambda: device.capturing,
     }.items():
         monkeypatch.setattr(torch._C, name, stand_in, raising=False)
-    runtime._stream_beside.cache_clear()
-    yield device
-    runtime._stream_beside.cache_clear()
+    return device
 
 
 def arguments(case=CASE, seed=42):
@@ -333,40 +305,10 @@ def test_a_split_is_captured_and_replayed_as_one(device, split, each, kernels):
     assert info.buffer_bytes == result[0].nbytes + result[1].nbytes
 
 
-@pytest.mark.parametrize(
-    ("split", "after"),
-    [
-        (2, {"first": "", "rest": "first"}),
-        (
-            3,
-            {
-                "first": "",
-                "summary": "",
-                "scan": "first summary",
-                "rest": "first summary scan",
-            },
-        ),
-    ],
-)
-def test_a_summary_overlaps_the_first_segment_and_the_scan_waits_for_both(device, split, after):
-    device.current.before = frozenset({"earlier"})
+@pytest.mark.parametrize(("split", "order"), [(2, "first rest"), (3, "summary first scan rest")])
+def test_the_first_segment_follows_the_summary(device, split, order):
     call(Runtime(), arguments(), reuse=False, split=split)
-    assert device.waits == {name: {"earlier", *found.split()} for name, found in after.items()}
-
-
-def test_the_stream_beside_is_the_threads_own(device):
-    found = []
-
-    def look():
-        runtime.side_by_side(lambda: None, lambda: found.append(device.current))
-
-    for _ in range(2):
-        look()
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    mine, again, other = found
-    assert mine is again and mine is not other and device.current not in found
+    assert device.order == order.split()
 
 
 def test_fresh_outputs_of_a_split_share_its_temporaries(device, monkeypatch):

@@ -12,7 +12,6 @@ from cases import HEAD_DIM, Case, make_inputs  # noqa: E402
 from gdn_ladder.cached import CachedForward  # noqa: E402
 from gdn_prefill import prepare, runtime  # noqa: E402
 from gdn_prefill.runtime import Runtime  # noqa: E402
-from gdn_prefill.split import in_turn  # noqa: E402
 from reference.chunked import gdn_chunked  # noqa: E402
 from tile_emulator import emulate  # noqa: E402
 
@@ -25,7 +24,6 @@ def emulated(monkeypatch):
         return partial(emulate, prim_func, pass_configs=pass_configs, workers=1)
 
     monkeypatch.setattr(runtime, "compile_launcher", compiled)
-    monkeypatch.setattr(runtime, "side_by_side", in_turn)
     monkeypatch.setattr(runtime, "sm_count", lambda _: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     for name, stand_in in {

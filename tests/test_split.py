@@ -83,45 +83,32 @@ def launch_arguments(launchers, chunks, length):
 
 
 def recording_launchers(log, *kernels):
-    """Those of some kernels only; the two launches of a pair in the other order."""
+    """Those of some kernels only."""
 
     def record(name):
         return lambda *arguments: log.append((name, *arguments))
 
-    def side_by_side(one, other):
-        log.append("both")
-        other()
-        one()
-        log.append("joined")
-
     found = {name: record(name) for name in kernels}
-    return SplitLaunchers(
-        found.get("summary"), found.get("scan"), found["forward"], side_by_side=side_by_side
-    )
+    return SplitLaunchers(found.get("summary"), found.get("scan"), found["forward"])
 
 
 def test_the_summary_runs_beside_the_first_segment():
     log = []
     arguments = launch_arguments(recording_launchers(log, "summary", "scan", "forward"), 5, 2)
     summary = ("summary", "k", "v", "A", "g", "beta", *TEMPORARIES, 2)
-    first, rest = (("forward", *FORWARD, 2, *which) for which in ((0, 1), (1, 2)))
+    first, rest = (("forward", *FORWARD, 2, *which) for which in ((0, 1, 1), (1, 2, 0)))
     scan = ("scan", *TEMPORARIES)
     split_forward(*arguments)
-    assert log == ["both", summary, first, "joined", scan, rest]
-    # One after the other, for callers that time them.
-    launches = split_launches(*arguments)
-    assert [name for name, _ in launches] == ["first", "summary", "scan", "rest"]
-    log.clear()
-    for _, launch in launches:
-        launch()
-    assert log == [first, summary, scan, rest]
+    assert log == [summary, first, scan, rest]
+    names = [name for name, _ in split_launches(*arguments)]
+    assert names == ["summary", "first", "scan", "rest"]
 
 
 def test_two_segments_are_two_forward_launches():
     log = []
     arguments = launch_arguments(recording_launchers(log, "forward"), 5, 3)
     split_forward(*arguments)
-    assert log == [("forward", *FORWARD, 3, 0, 1), ("forward", *FORWARD, 3, 1, 1)]
+    assert log == [("forward", *FORWARD, 3, 0, 1, 0), ("forward", *FORWARD, 3, 1, 1, 0)]
     assert [name for name, _ in split_launches(*arguments)] == ["first", "rest"]
 
 
@@ -130,16 +117,9 @@ def test_every_segment_is_launched_once(tokens, segments):
     plan, log = plan_segments(tokens, segments), []
     launchers = recording_launchers(log, "summary", "scan", "forward")
     split_forward(*launch_arguments(launchers, plan.chunks, plan.chunks_per_segment))
-    ranges = [entry[-2:] for entry in log if entry[0] == "forward"]
+    ranges = [entry[-3:-1] for entry in log if entry[0] == "forward"]
     launched = [number for first, count in ranges for number in range(first, first + count)]
     assert launched == list(range(plan.segments))
-
-
-def test_without_streams_one_follows_the_other():
-    log = []
-    launchers = SplitLaunchers(None, None, None)
-    launchers.side_by_side(lambda: log.append("one"), lambda: log.append("other"))
-    assert log == ["one", "other"]
 
 
 def test_a_plan_states_its_memory():

@@ -9,7 +9,7 @@ import torch
 from cases import CHUNK, HEAD_DIM, Inputs
 from gdn_ladder import four_group
 from gdn_prefill.kernels import resident, split
-from gdn_prefill.split import SegmentPlan, SplitLaunchers, in_turn, split_forward, workspaces
+from gdn_prefill.split import SegmentPlan, SplitLaunchers, split_forward, split_launches, workspaces
 from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
 from tile_emulator import DeadlockError, Edit, Program, adversarial, emulate
 
@@ -86,8 +86,10 @@ def programs(Hq, Hv, state, products, block_dv):
     )
 
 
-def run_split(x, length, products=3, block_dv=64, side_by_side=in_turn, **options):
-    """(output, final state, temporaries) of all launches; any finding raises."""
+def run_split(x, length, products=3, block_dv=64, order=None, **options):
+    """(output, final state, temporaries) of all launches, in the order of their names where one is
+    given; any finding raises.
+    """
     B, T, Hv = x.g.shape
     plan = SegmentPlan(-(-T // CHUNK), length)
     kernels = programs(x.q.shape[2], Hv, x.initial_state is not None, products, block_dv)
@@ -97,8 +99,8 @@ def run_split(x, length, products=3, block_dv=64, side_by_side=in_turn, **option
 
     between = temporaries(x, plan, products)
     output, final_state = outputs(x)
-    split_forward(
-        SplitLaunchers(*map(launcher, kernels, PASS_CONFIGS), side_by_side),
+    arguments = (
+        SplitLaunchers(*map(launcher, kernels, PASS_CONFIGS)),
         plan,
         between,
         prepared(x),
@@ -107,6 +109,12 @@ def run_split(x, length, products=3, block_dv=64, side_by_side=in_turn, **option
         final_state,
         SCALE,
     )
+    if order is None:
+        split_forward(*arguments)
+    else:
+        launches = dict(split_launches(*arguments))
+        for name in order:
+            launches[name]()
     return output, final_state, between
 
 
@@ -155,7 +163,7 @@ def test_the_first_segment_and_the_summary_run_in_any_order(block_dv):
     """Neither reads or overwrites what the other one writes."""
     x = inputs(1, 4 * CHUNK - 3, 1, 2)
     one = run_split(x, 1, 1, block_dv)
-    other = run_split(x, 1, 1, block_dv, lambda first, summary: in_turn(summary, first))
+    other = run_split(x, 1, 1, block_dv, ("first", "summary", "scan", "rest"))
     for mine, theirs in zip(one[:2], other[:2], strict=True):
         assert mine.isfinite().all() and torch.equal(mine, theirs)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .split import CorePlan, SplitLaunchers, in_turn, split_forward
+from .split import CorePlan, SplitLaunchers, split_forward
 
 SHIPPED = "resident"
 
@@ -67,11 +67,10 @@ def core_kernels(
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """A plan with a launcher for each of its core_kernels(); side_by_side: of SplitLaunchers."""
+    """A plan with a launcher for each of its core_kernels()."""
 
     plan: CorePlan
     launchers: Mapping[str, Callable[..., Any]]
-    side_by_side: Callable[..., None] = in_turn
 
     def __call__(
         self,
@@ -93,12 +92,7 @@ class Core:
             forward(*inputs, initial_state, output, final_state, scale)
             return
         split_forward(
-            SplitLaunchers(
-                self.launchers.get("summary"),
-                self.launchers.get("scan"),
-                forward,
-                self.side_by_side,
-            ),
+            SplitLaunchers(self.launchers.get("summary"), self.launchers.get("scan"), forward),
             self.plan.cut,
             temporaries,
             inputs,

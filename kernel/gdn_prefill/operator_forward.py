@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import PRODUCTS, TILES, core_plan
-from .runtime import RUNTIME, side_by_side, sm_count
+from .runtime import RUNTIME, sm_count
 from .split import CorePlan
 from .validation import CHUNK
 
@@ -136,7 +136,7 @@ def launch_forward(
         )
         between = (segment_states, transitions, residuals, decays)
 
-    def forward(first_segment, segments):
+    def forward(first_segment, segments, beside=0):
         launchers["forward"](
             q,
             k,
@@ -168,16 +168,15 @@ def launch_forward(
             length,
             first_segment,
             segments,
+            beside,
         )
 
     if plan.cut is None:
         forward(0, 1)
         return
     if "scan" in launchers:
-        side_by_side(
-            lambda: forward(0, 1),
-            lambda: launchers["summary"](k, v, A, gate, beta, key_norm, *between, length),
-        )
+        launchers["summary"](k, v, A, gate, beta, key_norm, *between, length)
+        forward(0, 1, beside=1)
         launchers["scan"](*between)
     else:
         forward(0, 1)

@@ -262,7 +262,6 @@ class Runtime:
                 name: self.kernel(kernel.factory, kernel.config, kernel.pass_configs)
                 for name, kernel in kernels.items()
             },
-            side_by_side,
         )
 
     def kernel(self, factory, config, pass_configs) -> Any:
@@ -341,27 +340,6 @@ def _empty_buffers(layout: Layout, with_outputs: bool = True) -> Buffers:
         for name, item in layout.workspaces.items()
     }
     return Buffers(_empty_outputs(layout) if with_outputs else (), temporaries)
-
-
-def side_by_side(one: Callable[[], object], other: Callable[[], object]) -> None:
-    """Two launches that may overlap; what follows on the current stream waits for both."""
-    current = torch.cuda.current_stream()
-    beside = _stream_beside(current.device, threading.get_ident())
-    beside.wait_stream(current)
-    try:
-        with torch.cuda.stream(beside):
-            other()
-        one()
-    finally:
-        current.wait_stream(beside)
-
-
-@functools.lru_cache(maxsize=64)
-def _stream_beside(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """A thread's own, as another's launches would join a capture; of the pool of high priority, so
-    that it is none of the streams that captures run on.
-    """
-    return torch.cuda.Stream(device, priority=-1)
 
 
 def record(device: torch.device | None, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:

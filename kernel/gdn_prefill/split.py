@@ -136,27 +136,16 @@ class CorePlan:
         return sum(item.bytes for item in self.workspaces(sequences, heads_v).values())
 
 
-Launch = Callable[[], Any]
-
-
-def in_turn(one: Launch, other: Launch) -> None:
-    """Both launches on the current stream."""
-    one()
-    other()
-
-
 @dataclass(frozen=True)
 class SplitLaunchers:
     """The compiled kernels; each is called with the arguments of its PrimFunc.
 
-    summary and scan may be None where a plan has no scan_steps. side_by_side: runs two launches
-    where they may overlap, and has what follows wait for both; one after the other is right too.
+    summary and scan may be None where a plan has no scan_steps.
     """
 
     summary: Callable[..., Any] | None
     scan: Callable[..., Any] | None
     forward: Callable[..., Any]
-    side_by_side: Callable[[Launch, Launch], None] = in_turn
 
 
 def split_forward(
@@ -175,19 +164,10 @@ def split_forward(
     tensor, or the one-element dummy of kernels built without it. output and final_state are
     written whole. Everything is ordered by the stream, allocates nothing and can be captured.
     """
-    first, *middle, rest = (
-        launch
-        for _, launch in split_launches(
-            launchers, plan, temporaries, inputs, initial_state, output, final_state, scale
-        )
-    )
-    if middle:
-        summary, scan = middle
-        launchers.side_by_side(first, summary)
-        scan()
-    else:
-        first()
-    rest()
+    for _, launch in split_launches(
+        launchers, plan, temporaries, inputs, initial_state, output, final_state, scale
+    ):
+        launch()
 
 
 def split_launches(
@@ -200,7 +180,10 @@ def split_launches(
     final_state,
     scale: float,
 ) -> tuple[tuple[str, Callable[[], Any]], ...]:
-    """The launches of `split_forward`, each with its name, in an order that is right in turn."""
+    """The launches of `split_forward` in order, each with its name, for callers that time them.
+
+    "first" runs beside "summary" where that is the launch before it on the stream.
+    """
     q, k, v, g_cumsum, beta, A = inputs
     states, transitions, residuals, decays = (
         temporaries[name] for name in ("states", "transitions", "residuals", "decays")
@@ -213,15 +196,20 @@ def split_launches(
     def scan():
         launchers.scan(states, transitions, residuals, decays)
 
-    def forward(first, segments):
+    def forward(first, segments, beside=0):
         launchers.forward(
             *(q, k, v, g_cumsum, beta, A, initial_state, states, output, final_state, scale),
-            *(length, first, segments),
+            *(length, first, segments, beside),
         )
 
-    middle = (("summary", summary), ("scan", scan)) if plan.scan_steps else ()
+    def rest():
+        forward(1, plan.segments - 1)
+
+    if not plan.scan_steps:
+        return ("first", lambda: forward(0, 1)), ("rest", rest)
     return (
-        ("first", lambda: forward(0, 1)),
-        *middle,
-        ("rest", lambda: forward(1, plan.segments - 1)),
+        ("summary", summary),
+        ("first", lambda: forward(0, 1, beside=1)),
+        ("scan", scan),
+        ("rest", rest),
     )

@@ -71,7 +71,11 @@ class ResidentConfig(TileConfig):
 @T.macro
 def resident_cta(config, place, scale, inputs, hooks):
     """Everything one CTA does: its memory, its barriers, its roles."""
-    TC.pdl_sync()  # launched before the launch that it reads from has ended
+    if config.segmented:
+        if place.beside == 0:
+            TC.pdl_sync()
+    else:
+        TC.pdl_sync()  # launched before the launch that it reads from has ended
     tile = TILES[config.block_dv]
     memory = tile.cta_memory(config)
     if config.packed:
@@ -81,6 +85,9 @@ def resident_cta(config, place, scale, inputs, hooks):
             hooks.copy_state(config, place, inputs)
     else:
         tile.run_roles(config, place, scale, inputs, hooks, memory)
+    if config.segmented and place.beside != 0:
+        # What comes after waits for this launch, and so for the one that this one ran beside.
+        TC.pdl_sync()
 
 
 # --- the lab's kernel
@@ -165,8 +172,9 @@ def resident_kernel(config: ResidentConfig):
     With config.segmented there are two more: after initial_state, states [segments - 1, B, Hv, 128
     (dv), 128 (dk)] fp32, the state at the end of every segment but the last as the scan of a split
     leaves it, and at the end chunks_per_segment int32, of which the last segment has what remains,
-    at least one, and first_segment and launched int32: run so many segments from that one on. The
-    first segment writes states[0]. Segments >= 2 are dynamic.
+    at least one, and first_segment, launched and beside int32: run so many segments from the first
+    on, and if beside is not 0, run beside the launch before, which has waited for all that is read
+    here. The first segment writes states[0]. Segments >= 2 are dynamic.
     """
     return _segments(config) if config.segmented else _sequences(config)
 
@@ -242,6 +250,7 @@ def _segments(config: ResidentConfig):
         chunks_per_segment: T.int32,
         first_segment: T.int32,
         launched: T.int32,
+        beside: T.int32,
     ):
         # Three extents, as a division by a run-time number would land in every TMA coordinate.
         with T.Kernel(
@@ -272,6 +281,7 @@ def _segments(config: ResidentConfig):
                 dv=tile % slices * dv,
                 segment=segment,
                 segments=boundaries + 1,
+                beside=beside,
                 tokens=tokens - first,
                 chunks=T.min(chunks_per_segment, T.ceildiv(tokens - first, CHUNK)),
                 flush_limit=FLUSH_LIMIT,

@@ -412,7 +412,8 @@ def operator_kernel(config: OperatorConfig):
         in_place: empty sequences' states stay as they are
         kept_every chunks; kept_after = 0: before chunks whose number it divides, in row start + i;
         1: after every so many full ones, in row start + i - 1
-        chunks_per_segment, first_segment, launched int32, read if config.segmented: see resident.py
+        chunks_per_segment, first_segment, launched, beside int32, read if config.segmented: see
+            resident.py
     """
     dynamic = {
         name: T.dynamic(name)
@@ -471,6 +472,7 @@ def operator_kernel(config: OperatorConfig):
         chunks_per_segment: T.int32,
         first_segment: T.int32,
         launched: T.int32,
+        beside: T.int32,
     ):
         with T.Kernel(
             *(
@@ -497,6 +499,7 @@ def operator_kernel(config: OperatorConfig):
                 dv=tile % slices * dv,
                 segment=segment,
                 segments=d.boundaries + 1,
+                beside=beside,
                 first=begin,
                 tokens=length,
                 chunks=T.ceildiv(length, CHUNK),

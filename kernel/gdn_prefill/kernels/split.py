@@ -331,8 +331,8 @@ def summary_gate_warps(config, place, token, inputs, hooks, tiles, barriers, gat
 @T.macro
 def summary_cta(config, place, inputs, hooks):
     """Everything one CTA does: its memory, its barriers, its roles."""
-    TC.pdl_trigger()  # the launches that follow wait for this one's end by themselves
     TC.pdl_sync()
+    TC.pdl_trigger()  # now: the launch that runs beside this one reads what this one does
     stages = config.stages
     operand, fp32 = config.dtype, "float32"
     tiles = SimpleNamespace(
