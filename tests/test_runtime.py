@@ -131,6 +131,8 @@ def device(monkeypatch):
     monkeypatch.setattr(runtime, "sm_count", lambda _: 132)
     for name, stand_in in {
         "device": lambda _: contextlib.nullcontext(),
+        "stream": lambda _: contextlib.nullcontext(),
+        "Stream": lambda _: None,
         "CUDAGraph": Graph,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)

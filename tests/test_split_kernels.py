@@ -176,7 +176,7 @@ def test_the_first_segment_alone_writes_its_output_and_the_state_at_its_end(bloc
     output, final_state = outputs(x)
     emulate(
         programs(1, 2, True, 1, block_dv)[2],
-        *(*prepared(x), start(x), between["states"], output, final_state, SCALE, 1, 0, 1),
+        *(*prepared(x), start(x), between["states"], output, final_state, SCALE, 1, 0, 1, 1),
         pass_configs=resident.PASS_CONFIGS,
     )
     head = {name: getattr(x, name)[:, part] for name in ("q", "k", "v", "g", "beta")}

@@ -136,14 +136,12 @@ def store_state(config, place, inputs, registers):
 
 @T.macro
 def fetch_gates(config, place, chunk, token, inputs, gates):
-    """log2 of gamma of the token and of the chunk's last, and beta; a tail repeats its last."""
-    first = chunk * CHUNK
-    last = T.min(first + CHUNK, place.tokens) - 1
-    here = T.min(first + token, last)
+    """Log of gamma of the token, and beta; a tail repeats its last."""
+    own = chunk * CHUNK + token
+    here = T.min(own, place.tokens - 1)
     gates.gate[0] = inputs.g[place.batch, here, place.head]
-    gates.last[0] = inputs.g[place.batch, last, place.head]
     gates.beta[0] = T.if_then_else(
-        first + token <= last, inputs.beta[place.batch, here, place.head], 0.0
+        own < place.tokens, inputs.beta[place.batch, here, place.head], 0.0
     )
 
 

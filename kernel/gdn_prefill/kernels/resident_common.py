@@ -35,6 +35,7 @@ WARP = 32
 WARP_GROUP = 4 * WARP
 WARPS_PER_GROUP = WARP_GROUP // WARP
 GATE_WARPS = 2  # one thread a token
+GATE_SYNC = 1  # named barrier of the gate warps; 0 is the whole block's
 SERVICE_THREADS = WARP_GROUP
 
 LOG2_E = 1.4426950408889634
@@ -135,15 +136,6 @@ class TileConfig:
     def service_thread(self) -> int:
         """First thread of the service group, the last role."""
         return self.threads - SERVICE_THREADS
-
-    @property
-    def gates_ahead(self) -> bool:
-        """Are a chunk's gates loaded while the one before is worked on?
-
-        A load takes almost as long as a chunk of 64 columns where all SMs work. At 128 columns
-        there are no registers for it.
-        """
-        return self.block_dv == TILE
 
     @property
     def pair(self) -> tuple[int, int, int] | None:
@@ -392,8 +384,8 @@ def gate_scalars(fetched: tuple[str, ...], made: tuple[str, ...]) -> SimpleNames
 def resident_gates(config) -> SimpleNamespace:
     """See gate_warps."""
     return gate_scalars(
-        ("gate", "beta", "last", *("query_norm", "key_norm") * config.l2norm),
-        ("pending", "total", "reference", "keep", "grown", "ratio"),
+        ("gate", "beta", *("query_norm", "key_norm") * config.l2norm),
+        ("last", "pending", "total", "reference", "keep", "grown", "ratio"),
     )
 
 
@@ -408,6 +400,7 @@ def chunk_scalars(config) -> dict:
     """Shared memory for what the gate warps say of a chunk as a whole."""
     shape = (config.stages,)
     return {
+        "last": T.alloc_shared(shape, "float32", scope="shared"),  # log2 of the chunk's decay
         "slow": T.alloc_shared(shape, "int32", scope="shared"),
         "keep": T.alloc_shared(shape, "float32", scope="shared"),
         "pending": T.alloc_shared(shape, "float32", scope="shared"),  # decay still to be applied
@@ -420,25 +413,26 @@ def chunk_scalars(config) -> dict:
 def gate_warps(config, place, token, scale, inputs, hooks, roles, tiles, barriers, gates):
     """One thread a token: the factors that the other groups multiply with.
 
-    gates, scalars of the thread: gate, beta: of its token; last: gate of the chunk's last valid
-    token; pending: log2 of the decay that is not in the state registers; total: G of the token,
-    reference: r, keep: what the state is multiplied with; grown: exp(G), ratio: exp(r - G);
-    query_norm, key_norm: where the config has them, factors of the rows of Q and K.
+    gates, scalars of the thread: gate, beta: of its token; last: gate of token 63, which is that of
+    the chunk's last valid one; pending: log2 of the decay that is not in the state registers;
+    total: G of the token, reference: r, keep: what the state is multiplied with; grown: exp(G),
+    ratio: exp(r - G); query_norm, key_norm: where the config has them, factors of the rows of Q and
+    K.
     """
     gates.pending[0] = 0.0
-    if config.gates_ahead:
-        hooks.fetch_gates(config, place, 0, token, inputs, gates.coming)
+    hooks.fetch_gates(config, place, 0, token, inputs, gates.coming)
     for chunk in rolled(place.chunks):
         here = step(config, chunk)
         stage = here.stage
-        if config.gates_ahead:
-            take_gates(gates)
-            hooks.fetch_gates(config, place, chunk + 1, token, inputs, gates.coming)
-        else:
-            hooks.fetch_gates(config, place, chunk, token, inputs, gates)
+        take_gates(gates)
+        # On its way while this chunk waits: a load takes about as long as a chunk does.
+        hooks.fetch_gates(config, place, chunk + 1, token, inputs, gates.coming)
         T.barrier_wait(barriers.inputs_free[stage], here.freed)
         gates.gate[0] = gates.gate[0] * LOG2_E
-        gates.last[0] = gates.last[0] * LOG2_E
+        if token == CHUNK - 1:
+            tiles.last[stage] = gates.gate[0]
+        T.sync_threads(GATE_SYNC, GATE_WARPS * WARP)
+        gates.last[0] = tiles.last[stage]
         gates.total[0] = gates.gate[0] + gates.pending[0]
         gates.pending[0] = gates.pending[0] + gates.last[0]
         gates.reference[0] = 0.0

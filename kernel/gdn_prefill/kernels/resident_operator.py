@@ -295,13 +295,11 @@ def keep_state(config, place, here, inputs, tiles, registers):
 @T.macro
 def fetch_gates(config, place, chunk, token, inputs, gates):
     """What a token brings along; one past the end has the last one's gate, and beta 0."""
-    first = chunk * CHUNK
-    last = T.min(first + CHUNK, place.tokens) - 1
-    here = place.first + T.min(first + token, last)
+    own = chunk * CHUNK + token
+    here = place.first + T.min(own, place.tokens - 1)
     gates.gate[0] = inputs.gate[place.batch, place.head, here]
-    gates.last[0] = inputs.gate[place.batch, place.head, place.first + last]
     gates.beta[0] = T.if_then_else(
-        first + token <= last, inputs.beta[place.batch, place.head, here], 0.0
+        own < place.tokens, inputs.beta[place.batch, place.head, here], 0.0
     )
     if config.l2norm:
         gates.query_norm[0] = inputs.query_norm[place.batch, place.head_q, here]
