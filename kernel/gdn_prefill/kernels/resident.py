@@ -167,7 +167,7 @@ def resident_kernel(config: ResidentConfig):
     [B, Hv, 128, 128] fp32 (a one-element dummy unless config.store_final_state), scale fp32.
     B and T are dynamic.
 
-    With config.segmented there are two more: after initial_state, states [segments - 1, B, Hv, 128
+    With config.segmented there are more: after initial_state, states [segments - 1, B, Hv, 128
     (dv), 128 (dk)] fp32, the state at the end of every segment but the last as the scan of a split
     leaves it, and at the end chunks_per_segment int32, of which the last segment has what remains,
     at least one, and first_segment, launched and beside int32: run so many segments from the first

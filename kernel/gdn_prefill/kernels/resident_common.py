@@ -12,8 +12,9 @@ either form can overflow, whatever the gates.
 Rows of K and Q may have norms n_k and n_q. Nothing but the factors that the gate warps write knows
 about them.
 
-A tail chunk needs no code of its own: rows past T are filled with zeros by the loads and dropped by
-the store, and the gate of such a row repeats that of the last token while its beta is 0.
+A tail chunk at the end of a tensor needs no code of its own: rows past T are filled with zeros by
+the loads and dropped by the store. The gate of such a row repeats that of the last token while its
+beta is 0. Where another sequence follows, resident_operator.py sees to its rows.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -193,7 +194,7 @@ def rolled(extent):
 
 
 def laps(config, chunks):
-    """Trip count of a loop that has one copy of its body a stage, so that addresses are known."""
+    """A loop whose body has one copy a stage, so that addresses are known; see steps."""
     return T.serial(T.ceildiv(chunks, config.stages) if config.unrolled else chunks)
 
 

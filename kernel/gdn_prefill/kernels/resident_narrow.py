@@ -14,7 +14,8 @@ G, r and keep as in resident_common.py:
     P       = scale exp(G - r) tril(Q K^T)              scores group
 
 X serves both the state and the output, and leaves the scores one factor a row. X lies between
-2^slow_limit and 2^-FLUSH_LIMIT times V_new, and P between scale Q K^T and 2^-slow_limit times that.
+2^slow_limit and 2^-FLUSH_LIMIT times V_new, and P between 2^FLUSH_LIMIT and 2^-slow_limit times
+scale Q K^T.
 In a slow chunk P = scale tril(exp(g_i - g_j)) * (Q K^T), the output gets V_new and the state
 exp(g_last - g) V_new: the same products with more exponentials between them. With norms n_k of the
 rows of K and n_q of those of Q,

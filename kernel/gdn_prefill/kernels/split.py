@@ -416,7 +416,7 @@ def summary_kernel(config: SummaryConfig):
     Arguments of the PrimFunc, with B, T, segments >= 3 and middle = segments - 2 dynamic:
     k [B, T, Hq, 128] bf16, v [B, T, Hv, 128] bf16, A [B, T, Hv, 64] bf16, g_cumsum, beta [B, T,
     Hv] fp32, states [segments - 1, B, Hv, 128 (dv), 128 (dk)] fp32, transitions and residuals
-    [middle, B, Hv, 128 (dv), 128 (dk)] bf16 (residuals: a one-element dummy unless
+    [middle, B, Hv, 128 (dk), 128 (dk)] bf16 (residuals: a one-element dummy unless
     config.residual), decays [middle, B, Hv] fp32, chunks_per_segment int32.
 
     Every segment but the last must be chunks_per_segment full chunks. Of segment s, 0 < s <
