@@ -12,7 +12,7 @@ from test_operator import HQ, HV, D, cu, states, tokens
 import gdn_prefill
 from gdn_prefill import chunk_gated_delta_rule, operator_cuda, operator_forward, plans, preprocess
 from gdn_prefill.caches import BoundedCache
-from gdn_prefill.operator import implementation
+from gdn_prefill.operator import declined, implementation
 from gdn_prefill.operator_results import Results
 from gdn_prefill.operator_torch import run_torch
 from gdn_prefill.operator_validation import Operands, OperatorShape, Options
@@ -35,13 +35,13 @@ class StandIn:
     def prepare(self, *operands, **named):
         PREPARE.bind(*operands, **named)
         self.launches.append("prepare")
-        k, g, beta, A, gate, beta_out = operands
+        k, g, beta, A, gate, beta_out, schedule = operands
         cu_seqlens = named["cu_seqlens"]
         parameters = [named[name] for name in ("A_log", "dt_bias") if named[name] is not None]
         assert all(t.is_contiguous() for t in (g, beta, *parameters))
         assert preprocess.strides_allowed(k)
         assert all(t.dtype == torch.float32 for t in parameters)
-        for table in (A, gate, beta_out, named["query_norm"], named["key_norm"]):
+        for table in (A, gate, beta_out, schedule, named["query_norm"], named["key_norm"]):
             if table is not None:
                 table.fill_(1)
         self.prepared = (k, g, beta, cu_seqlens, named)
@@ -102,7 +102,6 @@ def standin(monkeypatch):
     it = StandIn()
     monkeypatch.setattr(preprocess, "prepare_operator", it.prepare)
     monkeypatch.setattr(operator_cuda, "launch_forward", it.forward)
-    monkeypatch.setattr(operator_cuda, "unsupported", lambda x, options: None)
     monkeypatch.setattr(operator_forward, "sm_count", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(plans, "implementation", lambda backend, device: operator_cuda.run_cuda)
@@ -359,12 +358,40 @@ def test_a_plan_refuses_other_calls(standin, change, problem):
         ({"gate": "exp"}, "gate"),
         ({"sequences": True}, "sequences"),
         ({"backend": "cuda"}, "backend"),
+        ({"foo": 1}, "plan has no option 'foo'; beside its sizes it takes scale, output_final_s"),
+        ({"cu_seqlens": PACKED}, "plan has no option 'cu_seqlens'"),
+        ({"device": "gpu"}, "device is 'gpu'; it must be a torch.device or a name such as"),
+        ({"device": 1.5}, "device is 1.5; it must be a torch.device"),
     ],
 )
 def test_a_plan_is_checked_when_it_is_made(arguments, problem):
     named = {"heads_q": HQ, "heads_v": HV, "tokens": 70, "device": "cpu"} | arguments
     with pytest.raises((TypeError, ValueError), match=problem):
         gdn_prefill.plan(**named)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "problem"),
+    [
+        (0, "cuda", "device is cuda; torch sees 0 GPUs here, it must be cpu$"),
+        (0, "cuda:1", "device is cuda:1; torch sees 0 GPUs here, it must be cpu$"),
+        (2, "cuda:2", "device is cuda:2; torch sees 2 GPUs here, it must be cpu or cuda:0 or cuda"),
+    ],
+)
+def test_a_plan_needs_a_gpu_that_is_there(monkeypatch, gpus, device, problem):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=problem):
+        gdn_prefill.plan(HQ, HV, 70, device=device)
+
+
+def test_a_plan_on_the_current_gpu_knows_which(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert gdn_prefill.plan(HQ, HV, 70, device="cuda", backend="torch").device.index == 1
+    assert gdn_prefill.plan(HQ, HV, 70, device="cuda:0", backend="torch").device.index == 0
 
 
 def test_a_plan_on_the_cpu():
@@ -392,11 +419,11 @@ def test_auto_takes_the_kernels_on_hopper(monkeypatch, capability, chosen):
     assert implementation("torch", torch.device("cuda")) is run_torch
 
 
-def test_without_the_kernel_cuda_says_so(standin, monkeypatch):
-    monkeypatch.setattr(operator_cuda, "unsupported", lambda x, options: "no such kernel")
-    with pytest.raises(NotImplementedError, match="no such kernel"):
-        chunk_gated_delta_rule(*tokens(70), backend="cuda")
-    assert not standin.launches
+@pytest.mark.parametrize("name", calls())
+def test_what_passes_the_checks_is_not_declined(standin, name):
+    call = dict(zip(("q", "k", "v", "g", "beta"), tokens(190), strict=True)) | calls()[name]
+    assert declined(backend="cuda", **call) is None
+    assert "beta has shape" in declined(backend="cuda", **call | {"beta": torch.zeros(1)})
 
 
 def test_clear_forgets_reused_outputs():

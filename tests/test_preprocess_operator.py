@@ -24,6 +24,7 @@ from gdn_prefill import toolchain  # noqa: E402
 from gdn_prefill.kernels import preprocess, preprocess_fused  # noqa: E402
 from gdn_prefill.kernels.preprocess import CHUNK, OperatorPreprocessConfig  # noqa: E402
 from gdn_prefill.kernels.preprocess_fused import operator_preprocess_kernel  # noqa: E402
+from gdn_prefill.kernels.preprocess_packed import CLASSES  # noqa: E402
 from gdn_prefill.preprocess import prepare_operator  # noqa: E402
 from reference.chunked import chunk_cumsum, solve_A  # noqa: E402
 from tile_emulator import emulate  # noqa: E402
@@ -135,7 +136,25 @@ def poisoned(case: Case) -> dict[str, Tensor]:
         "beta": scalars(Hv),
         "query_norm": scalars(Hq),
         "key_norm": scalars(Hq),
+        "schedule": torch.full((schedule_length(case),), -7, dtype=torch.int32, device=device),
     }
+
+
+def schedule_length(case: Case) -> int:
+    return 1 + len(case.sequences) if case.config.packed else 1
+
+
+def expected_schedule(case: Case) -> list[int]:
+    """0, and of packed sequences their numbers, by classes of length."""
+    if not case.config.packed:
+        return [0]
+    lengths = [end - first for _, first, end in case.sequences]
+    eighth = case.shape[1] // (8 * len(lengths))
+
+    def kind(n):
+        return next(k for k, least in enumerate(CLASSES) if lengths[n] >= least * eighth)
+
+    return [0, *sorted(range(len(lengths)), key=kind)]
 
 
 def expected(case: Case) -> dict[str, Tensor]:
@@ -179,6 +198,7 @@ def expected(case: Case) -> dict[str, Tensor]:
 
 def check(case: Case, found: dict[str, Tensor]) -> None:
     wanted = expected(case)
+    assert found["schedule"].tolist() == expected_schedule(case)
     for name, want in wanted.items():
         got = found[name].double()
         written, wrong = ~got.isnan(), "not written" if want.isnan().sum() == 0 else "where written"
@@ -216,6 +236,7 @@ def arguments(case: Case, outputs: dict[str, Tensor], ctas: int) -> tuple:
         outputs["beta"],
         outputs["query_norm"] if config.l2norm else dummy,
         outputs["key_norm"] if config.l2norm else dummy,
+        outputs["schedule"],
         ctas,
     )
 
@@ -430,6 +451,7 @@ def call(case: Case, outputs: dict[str, Tensor]) -> None:
         outputs["A"],
         outputs["gate"],
         outputs["beta"],
+        outputs["schedule"],
         q=x["q"] if config.l2norm else None,
         **({name: outputs[name] for name in norms} if config.l2norm else {}),
         gate_mode=config.gate,

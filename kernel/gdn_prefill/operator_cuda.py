@@ -24,11 +24,6 @@ NORMS = ("query_norm", "key_norm")
 Specification = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def unsupported(x: Operands, options: Options) -> str | None:
-    """Why the kernels cannot run a checked call, or None."""
-    return None
-
-
 def run_cuda(
     x: Operands,
     results: Results,
@@ -39,14 +34,10 @@ def run_cuda(
     """Fills the results of a checked call; without a workspace it comes from torch's allocator.
 
     q, k and v that are neither contiguous nor views the kernels can read, g and beta that are not
-    contiguous and A_log and dt_bias that are not fp32 are copied first. Raises NotImplementedError
-    for what the kernels do not support.
+    contiguous and A_log and dt_bias that are not fp32 are copied first.
     """
     from .preprocess import prepare_operator
 
-    reason = unsupported(x, options)
-    if reason is not None:
-        raise NotImplementedError(reason)
     with torch.cuda.device(x.q.device):
         x = readable(x)
         if workspace is None:
@@ -61,6 +52,7 @@ def run_cuda(
             A,
             gate,
             beta,
+            workspace["schedule"],
             q=x.q if options.use_qk_l2norm else None,
             query_norm=query_norm,
             key_norm=key_norm,
@@ -135,7 +127,10 @@ def workspaces(
     """The temporaries of a call on a device; all are written before they are read."""
     from .preprocess import operator_outputs
 
-    found = operator_outputs(shape.B, shape.T, shape.Hq, shape.Hv, dtype, options.use_qk_l2norm)
+    found = operator_outputs(
+        *(shape.B, shape.T, shape.Hq, shape.Hv, dtype, options.use_qk_l2norm),
+        sequences=shape.N if shape.packed else None,
+    )
     plan = call_plan(
         shape.N,
         shape.B * shape.T,

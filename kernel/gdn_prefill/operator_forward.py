@@ -68,8 +68,8 @@ def launch_forward(
         final_state, final_rows: the same for what is written, below 0 writes nothing.
         states: [rows, Hv, 128, 128] or None; states_starts: [N + 1] int64 or int32, each
             sequence's first row there; rows past the end of `states` are dropped.
-        workspace: what a split over time needs between its launches, by the names of
-            CorePlan.workspaces().
+        workspace: schedule as prepare_operator wrote it, and what a split over time needs between
+            its launches, by the names of CorePlan.workspaces().
         scale: factor of the output.
         states_every, states_before: keep the state before the chunks that start at multiples of
             this many tokens, in row start + i, or else after each full so many, in
@@ -128,6 +128,9 @@ def launch_forward(
         absent if tensor is None else tensor
         for tensor in (initial_state, final_state, states, query_norm, key_norm)
     )
+    persistent = kernels["forward"].config.persistent
+    ctas = min(sequences * heads_v, sm_count(q.device)) if persistent else 1
+    schedule = workspace["schedule"] if persistent else words(None, absent)[0]
     segment_states, length = absent, 0
     if plan.cut is not None:
         length = plan.cut.chunks_per_segment
@@ -136,7 +139,7 @@ def launch_forward(
         )
         between = (segment_states, transitions, residuals, decays)
 
-    def forward(first_segment, segments, beside=0):
+    def forward(first_segment, launched, beside=0):
         launchers["forward"](
             q,
             k,
@@ -147,6 +150,7 @@ def launch_forward(
             query_norm,
             key_norm,
             bounds,
+            schedule,
             initial_state,
             reads,
             segment_states,
@@ -167,12 +171,12 @@ def launch_forward(
             int(not states_before),
             length,
             first_segment,
-            segments,
+            launched,
             beside,
         )
 
     if plan.cut is None:
-        forward(0, 1)
+        forward(0, ctas)
         return
     if "scan" in launchers:
         launchers["summary"](k, v, A, gate, beta, key_norm, *between, length)

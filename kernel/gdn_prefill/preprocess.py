@@ -94,6 +94,7 @@ def prepare_operator(
     A: Tensor,
     gate: Tensor,
     beta_out: Tensor,
+    schedule: Tensor,
     *,
     q: Tensor | None = None,
     query_norm: Tensor | None = None,
@@ -104,12 +105,14 @@ def prepare_operator(
     beta_mode: str = "plain",
     cu_seqlens: Tensor | None = None,
 ) -> None:
-    """Stage one of the operator: fills A, gate, beta_out and, given q, query_norm and key_norm.
+    """Stage one of the operator: fills A, gate, beta_out, schedule and, given q, query_norm and
+    key_norm.
 
     k, q [B, T, Hq, 128] bf16 or fp16, contiguous or as ``strides_allowed`` says; g, beta [B, T, Hv]
     fp32, bf16 or fp16; A_log, dt_bias [Hv] fp32, with gate_mode "raw"; cu_seqlens [N + 1] int32 or
     int64 on the device, then B is 1. A [B, T, Hv, 64] of k's dtype; gate, beta_out [B, Hv, T] and
-    the norms [B, Hq, T] fp32. All but k and q contiguous.
+    the norms [B, Hq, T] fp32. schedule int32: [1] = 0, or [1 + N] with the sequences after it in the
+    order in which the forward kernel begins them, longer ones first. All but k and q contiguous.
 
     gate_mode: g is "log", the logarithm of the decay, "linear", the decay, or "raw": the logarithm
     is -exp(A_log) softplus(g + dt_bias). beta_mode: "plain", "sigmoid", "twice_sigmoid".
@@ -140,7 +143,8 @@ def prepare_operator(
         absent if tensor is None else tensor
         for tensor in (q, query_norm, key_norm, A_log, dt_bias, cu_seqlens)
     )
-    launch(q, k, g, beta, A_log, dt_bias, cu_seqlens, A, gate, beta_out, query_norm, key_norm, ctas)
+    results = (A, gate, beta_out, query_norm, key_norm, schedule)
+    launch(q, k, g, beta, A_log, dt_bias, cu_seqlens, *results, ctas)
 
 
 def operator_config(
@@ -218,13 +222,23 @@ def operator_configs(
 
 
 def operator_outputs(
-    B: int, T: int, Hq: int, Hv: int, dtype: torch.dtype = torch.bfloat16, l2norm: bool = False
+    B: int,
+    T: int,
+    Hq: int,
+    Hv: int,
+    dtype: torch.dtype = torch.bfloat16,
+    l2norm: bool = False,
+    sequences: int | None = None,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of everything that ``prepare_operator`` writes, by its parameter's name."""
+    """Shape and dtype of everything that ``prepare_operator`` writes, by its parameter's name.
+
+    sequences: of a packed batch.
+    """
     outputs = {
         "A": ((B, T, Hv, CHUNK), dtype),
         "gate": ((B, Hv, T), torch.float32),
         "beta_out": ((B, Hv, T), torch.float32),
+        "schedule": ((1 if sequences is None else 1 + sequences,), torch.int32),
     }
     if l2norm:
         outputs |= {
@@ -235,10 +249,16 @@ def operator_outputs(
 
 
 def operator_bytes(
-    B: int, T: int, Hq: int, Hv: int, dtype: torch.dtype = torch.bfloat16, l2norm: bool = False
+    B: int,
+    T: int,
+    Hq: int,
+    Hv: int,
+    dtype: torch.dtype = torch.bfloat16,
+    l2norm: bool = False,
+    sequences: int | None = None,
 ) -> int:
     """Bytes of everything that ``prepare_operator`` writes."""
-    outputs = operator_outputs(B, T, Hq, Hv, dtype, l2norm).values()
+    outputs = operator_outputs(B, T, Hq, Hv, dtype, l2norm, sequences).values()
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in outputs)
 
 

@@ -17,6 +17,31 @@ from .preprocess import CHUNK, THREADS
 WARP = 32
 WARPS = THREADS // WARP
 
+# Sequences are begun class by class: those of at least so many eighths of the mean length first.
+CLASSES = (64, 32, 16, 8, 4, 0)
+
+
+@T.macro
+def sum_before(mine, before, other, thread, totals_shared):
+    """before = the sum of mine over the CTA's earlier threads; a warp's own in totals_shared.
+
+    other: scratch. The caller syncs before totals_shared is written again.
+    """
+    lane = thread % WARP
+    warp = thread // WARP
+    before[0] = mine[0]
+    for distance in (1, 2, 4, 8, 16):
+        other[0] = T.shfl_up(before[0], distance)
+        if lane >= distance:
+            before[0] += other[0]
+    if lane == WARP - 1:
+        totals_shared[warp] = before[0]
+    before[0] -= mine[0]
+    T.sync_threads()
+    for w in tuple(range(WARPS - 1)):
+        if warp > w:
+            before[0] += totals_shared[w]
+
 
 @T.macro
 def share_sequences(cu_seqlens, sequences, thread, search, totals_shared):
@@ -26,8 +51,6 @@ def share_sequences(cu_seqlens, sequences, thread, search, totals_shared):
     the cursor, a sequence with its tokens and its first chunk; other: scratch. Leaves the chunks of
     every warp's shares in totals_shared.
     """
-    lane = thread % WARP
-    warp = thread // WARP
     share = T.ceildiv(sequences, THREADS)
     for scalar in (search.first, search.last, search.begin, search.end, search.other):
         scalar[0] = 0
@@ -42,19 +65,7 @@ def share_sequences(cu_seqlens, sequences, thread, search, totals_shared):
             search.other[0] = search.chunk[0]
             if s == 0:
                 search.end[0] = search.chunk[0]
-    # the chunks of the shares before this one: in the warp, then of the warps before
-    search.chunk[0] = search.last[0]
-    for distance in (1, 2, 4, 8, 16):
-        search.other[0] = T.shfl_up(search.chunk[0], distance)
-        if lane >= distance:
-            search.chunk[0] += search.other[0]
-    if lane == WARP - 1:
-        totals_shared[warp] = search.chunk[0]
-    T.sync_threads()
-    search.first[0] = search.chunk[0] - search.last[0]
-    for w in tuple(range(WARPS - 1)):
-        if warp > w:
-            search.first[0] += totals_shared[w]
+    sum_before(search.last, search.first, search.other, thread, totals_shared)
     search.last[0] += search.first[0]
     search.chunk[0] = search.first[0]
 
@@ -73,3 +84,47 @@ def find(cu_seqlens, chunk, search, found_shared, slot):
             search.end[0] = T.cast(cu_seqlens[search.sequence[0] + 1], "int32")
         found_shared[slot, 0] = search.begin[0] + (chunk - search.chunk[0]) * CHUNK
         found_shared[slot, 1] = search.end[0]
+
+
+@T.macro
+def order_sequences(cu_seqlens, sequences, tokens, thread, order, totals_shared, schedule):
+    """schedule[1:] = the sequences, longest first by CLASSES, in their own order within a class.
+
+    order: scalars of the thread. A CTA that goes through long sequences last would keep the others
+    waiting. By one CTA, a class at a time.
+    """
+    share = T.ceildiv(sequences, THREADS)
+    order.begun[0] = 0
+    for number in tuple(range(len(CLASSES))):
+        order.mine[0] = 0
+        for s in T.serial(share):
+            classify(cu_seqlens, sequences, tokens, thread * share + s, number, order)
+            order.mine[0] += order.member[0]
+        sum_before(order.mine, order.position, order.member, thread, totals_shared)
+        order.position[0] += order.begun[0]
+        for w in tuple(range(WARPS)):
+            order.begun[0] += totals_shared[w]
+        for s in T.serial(share):
+            classify(cu_seqlens, sequences, tokens, thread * share + s, number, order)
+            if order.member[0] != 0:
+                schedule[1 + order.position[0]] = thread * share + s
+                order.position[0] += 1
+        T.sync_threads()  # totals_shared is read
+
+
+def least_length(number, tokens, sequences):
+    """Tokens of the shortest sequence of a class."""
+    return T.truncdiv(tokens, sequences * 8) * CLASSES[number]
+
+
+@T.macro
+def classify(cu_seqlens, sequences, tokens, sequence, number, order):
+    """order.member = 1 if it is a sequence of that class, else 0."""
+    order.member[0] = 0
+    if sequence < sequences:
+        order.length[0] = T.cast(cu_seqlens[sequence + 1] - cu_seqlens[sequence], "int32")
+        if order.length[0] >= least_length(number, tokens, sequences):
+            order.member[0] = 1
+        if number > 0:
+            if order.length[0] >= least_length(number - 1, tokens, sequences):
+                order.member[0] = 0

@@ -96,6 +96,10 @@ class OperatorConfig(TileConfig):
             raise ValueError("segmented=True: packed sequences and kept states are not split")
 
     @property
+    def persistent(self) -> bool:
+        return self.block_dv == HEAD_DIM and not self.segmented
+
+    @property
     def keeps_states(self) -> bool:
         return self.kept_states is not None
 
@@ -380,6 +384,8 @@ HOOKS = SimpleNamespace(
 
 def first_token(config, cu_seqlens, sequence, cu_step, segment, chunks_per_segment):
     """Where the CTA's tokens begin in their row of the batch."""
+    if config.persistent:
+        return 0
     if config.packed:
         return cu_seqlens[sequence * cu_step]
     return segment * chunks_per_segment * CHUNK if config.segmented else 0
@@ -387,6 +393,8 @@ def first_token(config, cu_seqlens, sequence, cu_step, segment, chunks_per_segme
 
 def tokens_from(config, cu_seqlens, sequence, cu_step, begin, tokens, chunks_per_segment):
     """How many they are."""
+    if config.persistent:
+        return tokens
     if config.packed:
         return cu_seqlens[(sequence + 1) * cu_step] - begin
     return T.min(tokens - begin, chunks_per_segment * CHUNK) if config.segmented else tokens
@@ -402,6 +410,7 @@ def operator_kernel(config: OperatorConfig):
             of config.dtype
         gate, beta [B, Hv, T], query_norm, key_norm [B, Hq, T] fp32
         cu_seqlens [cu_step (N + 1)] int32
+        schedule [1 + N], or [1] without cu_seqlens, int32, if config.persistent: resident_items.py
         initial_state, final_state, kept_states [rows, Hv, 128, 128], rows apart by any stride
         initial_rows, final_rows, kept_starts int32, entry n at n times their step
         segment_states [segments - 1, B, Hv, 128 (dv), 128 (dk)] fp32
@@ -411,7 +420,7 @@ def operator_kernel(config: OperatorConfig):
         kept_every chunks; kept_after = 0: before chunks whose number it divides, in row start + i;
         1: after every so many full ones, in row start + i - 1
         chunks_per_segment, first_segment, launched, beside int32, read if config.segmented: see
-            resident.py
+            resident.py; launched of a persistent kernel: CTAs, at most Hv sequences
     """
     dynamic = {
         name: T.dynamic(name)
@@ -426,6 +435,7 @@ def operator_kernel(config: OperatorConfig):
             "kept_pool",
             "kept_entries",
             "boundaries",
+            "scheduled",
         )
     }
     d = SimpleNamespace(**dynamic)
@@ -447,6 +457,7 @@ def operator_kernel(config: OperatorConfig):
         query_norm: present(config.l2norm, (d.batch, heads_q, d.tokens)),
         key_norm: present(config.l2norm, (d.batch, heads_q, d.tokens)),
         cu_seqlens: present(config.packed, (d.bounds,), "int32"),
+        schedule: present(config.persistent, (d.scheduled,), "int32"),
         initial_state: pool("initial", d.initial_pool, heads_v, config.initial_state),
         initial_rows: present(config.initial_state, (d.initial_entries,), "int32"),
         segment_states: present(
@@ -476,7 +487,7 @@ def operator_kernel(config: OperatorConfig):
             *(
                 (slices * heads_v, sequences, launched)
                 if config.segmented
-                else (slices * heads_v * sequences, 1, 1)
+                else (launched if config.persistent else slices * heads_v * sequences, 1, 1)
             ),
             threads=config.threads,
             cluster_dims=config.pair if config.segmented else None,
@@ -501,6 +512,7 @@ def operator_kernel(config: OperatorConfig):
                 first=begin,
                 tokens=length,
                 chunks=T.ceildiv(length, CHUNK),
+                before=0,
                 flush_limit=flush_limit,
                 row=T.alloc_local((1,), "int32"),
                 other_row=T.alloc_local((1,), "int32"),
@@ -510,6 +522,11 @@ def operator_kernel(config: OperatorConfig):
                 in_place=in_place,
                 kept_every=kept_every,
                 kept_after=kept_after,
+                # of persistent CTAs, which replace what is said above of one sequence
+                block=block,
+                ctas=launched,
+                sequences=sequences,
+                cu_step=cu_step,
             )
             inputs = SimpleNamespace(
                 q=SegmentTokens(q, begin),
@@ -519,6 +536,8 @@ def operator_kernel(config: OperatorConfig):
                 output=SegmentTokens(output, begin),
                 gate=gate,
                 beta=beta,
+                cu_seqlens=cu_seqlens,
+                schedule=schedule,
                 query_norm=query_norm,
                 key_norm=key_norm,
                 initial_state=initial_state,
