@@ -100,7 +100,6 @@ def chunk_gated_delta_rule(
 
     Raises:
         TypeError, ValueError: a wrong argument, by name, before anything is launched.
-        NotImplementedError: backend "cuda" cannot run this combination.
     """
     refuse_unsupported(unsupported)
     x = Operands(
@@ -162,13 +161,10 @@ def declined(*, backend: str = "auto", **arguments) -> str | None:
         refuse_unsupported(arguments)
         x, options = Operands(**operands), check_options(**settings)
         check_operands(x, options)
-        if implementation(backend, x.q.device) is run_torch:
-            return None
+        implementation(backend, x.q.device)
     except (TypeError, ValueError) as error:
         return str(error)
-    from .operator_cuda import unsupported
-
-    return unsupported(x, options)
+    return None
 
 
 def run(x: Operands, options: Options, backend: str) -> Results:
