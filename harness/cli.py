@@ -20,7 +20,15 @@ from .results import Stamp, begin_metadata, finish_metadata, load_rows
 from .selection import Subject, available_peers, draw_seed, peer_entries, select_cases
 from .session import Session
 from .timing import REPETITIONS, WARMUP, Plan, Protocol
-from .versions import ALL, FAILURE_TIMEOUT_S, as_expected, every_version, expected, versions_table
+from .versions import (
+    ALL,
+    FAILURE_TIMEOUT_S,
+    as_expected,
+    check_heads,
+    every_version,
+    expected,
+    versions_table,
+)
 from .worker import TIMEOUT_S
 
 # What --hidden without a number stands for; no number is it.
@@ -163,9 +171,14 @@ def _runnable(
 
 
 def _resolved(subject: Subject, case: Case, device: torch.device) -> tuple[Subject, str]:
-    """The subject with the backend that it gets on `case`, and a line that says so."""
+    """The subject with the backend that it gets on `case`, and a line that says so.
+
+    Raises NothingRunsError where there is none.
+    """
     if subject.submission is not None or ALIASES.get(subject.name, subject.name) not in OWN:
         return subject, ""
+    if subject.version is not None:
+        check_heads(subject.version, case)
     backend, meaning = resolve_backend(subject.backend, case, device.type, subject.version)
     return replace(subject, backend=backend), meaning
 
@@ -196,7 +209,8 @@ def _parser() -> argparse.ArgumentParser:
         const=NEW_SEED,
         metavar="SEED",
         type=int,
-        help="the hidden cases of SEED (a new one if left out) instead of the public ones",
+        help="the hidden cases of SEED (a new one if left out) instead of the public ones; not with"
+        " --cases",
     )
     what.add_argument("--list", action="store_true", help="list the cases and stop")
     what.add_argument(

@@ -84,8 +84,11 @@ def select_cases(
     """The cases of a command, in the order asked for.
 
     Without `wanted` names: those of the file (the public ones if None), or the hidden ones of
-    `hidden_seed`. Names are looked up in both. Raises ValueError listing what there is.
+    `hidden_seed`. Names are looked up in both. Raises ValueError listing what there is, or for a
+    file together with a seed.
     """
+    if path is not None and hidden_seed is not None:
+        raise ValueError(f"--cases is {path} and --hidden is given; cases come from one of the two")
     listed = load_cases(path)
     hidden = hidden_cases(hidden_seed) if hidden_seed is not None else []
     if not wanted:

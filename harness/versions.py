@@ -6,7 +6,10 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from cases import Case
+
 from .check import Status
+from .emulation import NothingRunsError
 from .evaluate import Outcome
 from .implementations import CORE, get, ladder_versions
 from .results import Row, version_of
@@ -44,6 +47,16 @@ def expected(version: str | None) -> str:
     from gdn_ladder import get_version
 
     return get_version(version).expected if version else "pass"
+
+
+def check_heads(version: str, case: Case) -> None:
+    """Raises NothingRunsError where the version has no kernel for the case's head counts."""
+    from gdn_ladder import LadderShape, kernels_of
+
+    try:
+        kernels_of(version, LadderShape(case.B, case.T, case.Hq, case.Hv, case.initial_state))
+    except ValueError as error:
+        raise NothingRunsError(str(error)) from error
 
 
 def as_expected(outcome: Outcome, expectation: str) -> bool:

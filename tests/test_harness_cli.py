@@ -166,6 +166,8 @@ def test_every_number_is_a_seed(capsys):
         (["--impl", "tests/submissions"], "is a directory, must be a .py file"),
         (["--impl", "Makefile"], "submission Makefile is not named .py"),
         (["--cases", "tests"], "case file tests is a directory"),
+        (["--cases", "x.csv", "--hidden", "7"], "--cases is x.csv and --hidden is given"),
+        (["--cases", "x.csv", "--hidden"], "cases come from one of the two"),
     ],
 )
 def test_senseless_arguments_exit_with_2(arguments, message, capsys, monkeypatch):

@@ -8,13 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cases import load_cases
 from gdn_ladder import VERSIONS
 from harness import cli
 from harness.check import Status
 from harness.evaluate import Outcome
 from harness.results import Row
 from harness.selection import Subject
-from harness.versions import as_expected, every_version, expected, recorded_times, versions_table
+from harness.versions import (
+    as_expected,
+    check_heads,
+    every_version,
+    expected,
+    recorded_times,
+    versions_table,
+)
 
 HEADER = "name,B,T,Hq,Hv,initial_state,gate\n"
 
@@ -142,6 +150,41 @@ def test_a_winner_that_fails_fails_the_run(three, canned, arguments, capsys, mon
     monkeypatch.setattr(cli, "expected", lambda _: "pass")
     assert cli.main(arguments) == 1
     assert "WRONG, should pass" in capsys.readouterr().out
+
+
+@pytest.fixture
+def graded(monkeypatch):
+    """The versions that were graded; each passes."""
+    names = []
+
+    def grade(self, case, subject, *_):
+        names.append(subject.version)
+        return [Outcome(case.name, "gdn_ladder", subject.version, "core", "oj", Status.PASS)], []
+
+    monkeypatch.setattr(cli.Session, "grade", grade)
+    monkeypatch.setattr(cli, "expected", lambda _: "pass")
+    return names
+
+
+def test_versions_without_the_cases_heads_are_left_out(arguments, graded, capsys):
+    assert cli.main([*arguments, "--output-format", "csv"]) == 0
+    printed = capsys.readouterr()
+    absent = {"v10", "v11", "v14"}
+    assert graded == [version.name for version in VERSIONS if version.name not in absent]
+    assert not any(f"gva,{name}," in printed.out for name in absent)
+    for name, gates in (("v10", "box"), ("v11", "rows")):
+        assert f"gva: {name} left out: heads_v = 1 with gates = '{gates}': allowed" in printed.err
+
+
+def test_with_those_heads_alone_nothing_can_run(arguments, graded, capsys):
+    assert cli.main([*arguments[:-1], "v10"]) == 2
+    assert not graded and "nothing can run here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", load_cases(), ids=lambda case: case.name)
+def test_every_version_takes_the_public_cases(case):
+    for version in VERSIONS:
+        check_heads(version.name, case)
 
 
 def test_alone_a_loser_fails_the_run(arguments, capsys):
