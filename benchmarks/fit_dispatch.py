@@ -35,10 +35,13 @@ from gdn_prefill.cost import (  # noqa: E402
     launch_works,
     load_model,
 )
-from gdn_prefill.dispatch import core_plan  # noqa: E402
+from gdn_prefill.dispatch import TILES, core_plan  # noqa: E402
 from gdn_prefill.split import CorePlan, SegmentPlan  # noqa: E402
 
 SWEEP = ROOT / "results" / "nvidia-h200" / "dispatch_sweep.csv"
+SIZES = tuple(CoreCall.__dataclass_fields__)
+# The columns of a sweep that are read here.
+COLUMNS = (*SIZES, "sms", "block_dv", "chunks_per_segment", "products", "median_us")
 
 # What the choice must keep to, as a share of the time it is compared with.
 WORST_LOSS = 0.08
@@ -89,21 +92,47 @@ def violates(choice: Choice) -> bool:
 
 
 def read_sweep(path: Path) -> list[Measured]:
-    """The rows of a sweep. Raises ValueError where it is none."""
-    with path.open(newline="", encoding="utf-8") as handle:
-        return [_measured(row) for row in csv.DictReader(handle)]
-
-
-def _measured(row: dict[str, str]) -> Measured:
+    """The rows of a sweep. Raises ValueError, naming file and line, where it is none."""
     try:
-        call = CoreCall(*(int(row[name]) for name in CoreCall.__dataclass_fields__))
-        plan = CorePlan(int(row["block_dv"]))
+        with path.open(newline="", encoding="utf-8") as handle:
+            reader = csv.DictReader(handle)
+            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise ValueError(f"no column {missing[0]}; a sweep has {', '.join(COLUMNS)}")
+            rows = [_measured(row, reader.line_num) for row in reader]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no sweep: not UTF-8 text") from None
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"{path} is no sweep: {error}") from None
+    if not rows:
+        raise ValueError(f"{path} is no sweep: no row in it")
+    return rows
+
+
+def _measured(row: dict[str, str], line: int) -> Measured:
+    try:
+        call = CoreCall(*(_positive(row, name) for name in SIZES))
+        plan = CorePlan(_positive(row, "block_dv"))
+        if plan.block_dv not in TILES:
+            raise ValueError(f"block_dv is {plan.block_dv}, must be one of {TILES}")
         if row["chunks_per_segment"]:
-            cut = SegmentPlan(call.chunks, int(row["chunks_per_segment"]))
-            plan = CorePlan(plan.block_dv, cut, int(row["products"]))
-        return Measured(call, int(row["sms"]), plan, float(row["median_us"]))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no row of a sweep: {row} ({error})") from None
+            cut = SegmentPlan(call.chunks, _positive(row, "chunks_per_segment"))
+            plan = CorePlan(plan.block_dv, cut, _positive(row, "products"))
+        return Measured(call, _positive(row, "sms"), plan, _positive(row, "median_us", float))
+    except ValueError as error:
+        raise ValueError(f"line {line}: {error}") from None
+
+
+def _positive(row: dict[str, str | None], name: str, kind: type = int) -> float:
+    try:
+        value = kind(row[name] or "")
+    except ValueError:
+        value = 0
+    if not value > 0:
+        raise ValueError(f"{name} is {row[name]!r}, must be a number above 0 ({kind.__name__})")
+    return value
 
 
 def by_point(rows: Sequence[Measured]) -> dict[tuple[CoreCall, int], dict[CorePlan, float]]:
@@ -269,10 +298,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--packaged", action="store_true", help="judge, do not fit")
     parser.add_argument("--brief", action="store_true", help="only the summary")
     options = parser.parse_args(arguments)
-    if not options.sweep.is_file():
-        print(f"error: {options.sweep} is not there: run dispatch_sweep.py", file=sys.stderr)
-        return 2
-    rows = read_sweep(options.sweep)
+    try:
+        rows = read_sweep(options.sweep)
+    except ValueError as error:
+        parser.error(f"argument --sweep: {error} (dispatch_sweep.py makes one)")
     model = load_model() if options.packaged else fit(rows, provenance(options.sweep, rows))
     print("\n".join(report(rows, model, not options.brief)))
     if options.write and not options.packaged:

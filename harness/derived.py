@@ -115,6 +115,22 @@ def unmarked(text: str) -> list[str]:
     ]
 
 
+def read_document(path: Path) -> str:
+    """A document's text. Raises ValueError where it cannot be read or holds nothing derived."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text, must be a Markdown file") from None
+    if not (MARKER.search(text) or TABLE.search(text)):
+        raise ValueError(
+            f"{path} holds nothing derived, must have a marker <!--= EXPRESSION --> or a table"
+            " <!-- table: NAME --> ... <!-- end table -->"
+        )
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if the document says what results/ say, or was made to."""
     parser = argparse.ArgumentParser(
@@ -124,7 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("document", type=Path)
     parser.add_argument("--write", action="store_true", help="rewrite the numbers that differ")
     options = parser.parse_args(argv)
-    text = options.document.read_text(encoding="utf-8")
+    try:
+        text = read_document(options.document)
+    except ValueError as error:
+        parser.error(f"argument document: {error}")
     derive = Derivations()
     try:
         found = mismatches(text, derive)

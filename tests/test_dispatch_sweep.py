@@ -274,7 +274,6 @@ def test_commands_without_a_gpu(capsys):
     assert "heads_q=4, heads_v=4" in out and "heads_v=8" not in out
     if not torch.cuda.is_available():
         assert sweep.main([]) == 2
-    assert fit.main(["--sweep", "nowhere.csv"]) == 2
 
 
 # --- the fit
@@ -396,6 +395,32 @@ def test_the_command_fits_writes_and_judges(simulated, tmp_path, monkeypatch, ca
     assert (held["device"], held["revision"]) == ("simulated", "abc")
     assert held["sha256"] == fit.digest(path) and held["rows"] == len(simulated)
     assert "0 slower than unsplit" in capsys.readouterr().out
-    path.write_text("sequences,tokens\n1,64\n")
-    with pytest.raises(ValueError, match="no row of a sweep"):
-        fit.read_sweep(path)
+
+
+COLUMNS = ",".join(fit.COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ("", "is no sweep: no column sequences; a sweep has sequences, tokens"),
+        ("case,median_us\nchain_equal,3\n", "is no sweep: no column sequences; a sweep"),
+        (f"{COLUMNS}\n", "is no sweep: no row in it"),
+        (f"{COLUMNS}\n1,64,1,1,132,64,,,soon\n", "line 2: median_us is 'soon', must be a number"),
+        (f"{COLUMNS}\n1,64,1,1,132,64,,,nan\n", "line 2: median_us is 'nan', must be a number"),
+        (f"{COLUMNS}\n1,64,1,1,0,64,,,3\n", "line 2: sms is '0', must be a number above 0"),
+        (f"{COLUMNS}\n1,64,1\n", "line 2: heads_v is None, must be a number above 0"),
+        (f"{COLUMNS}\n1,64,1,1,132,65,,,3\n", "line 2: block_dv"),
+        (f"{COLUMNS}\n1,64,2,3,132,64,,,3\n", "line 2: heads_v=3 must be a multiple of heads_q=2"),
+        (b"\x89PNG", "is no sweep: not UTF-8 text"),
+    ],
+)
+def test_what_is_no_sweep_is_refused(content, message, tmp_path, capsys):
+    path = tmp_path / "other.csv"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SystemExit) as exit_:
+        fit.main(["--sweep", str(path)])
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2 and f"argument --sweep: {path} " in said and message in said

@@ -121,6 +121,25 @@ def test_the_command_rewrites_on_request(tmp_path, monkeypatch, capsys):
     assert main([str(path)]) == 1
 
 
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("nowhere.md", None, "cannot be read: No such file"),
+        (".", None, "cannot be read: Is a directory"),
+        ("page.md", b"Nothing but text.", "holds nothing derived, must have a marker"),
+        ("page.png", b"\x89PNG", "is not UTF-8 text"),
+    ],
+)
+def test_what_is_no_document_is_refused(name, content, message, tmp_path, capsys):
+    path = tmp_path / name
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit) as exit_:
+        main([str(path), "--write"])
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2 and f"argument document: {path} {message}" in said
+
+
 STAMP = Stamp("gpu", "2026-01-02T00:00:00+00:00", "abc")
 CASES = [case.name for case in load_cases()]
 

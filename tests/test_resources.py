@@ -131,6 +131,15 @@ def test_command_prints_the_number_of_the_cases(capsys):
     assert lines[0] == count
 
 
+@pytest.mark.parametrize("sms", ["0", "-1", "1.5", "many"])
+def test_a_device_has_at_least_one_sm(sms, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        specialisations.main(["--cases", "--sms", sms])
+    assert exit_.value.code == 2
+    message = f"argument --sms: '{sms}' must be a number of SMs, at least 1"
+    assert message in capsys.readouterr().err
+
+
 def test_command_reports_problems(monkeypatch, capsys):
     """A kernel that spills makes the command fail and says which."""
     spilling = toolchain.Resources("k", 128, 255, 8, 8, 0, 0, (), (), None)

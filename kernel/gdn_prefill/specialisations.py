@@ -182,6 +182,12 @@ def compile_all(items: Iterable[Specialisation]) -> int:
     return bad
 
 
+def _sms(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of SMs, at least 1")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the command; 1 when a compiled kernel has problems, 2 when it cannot run."""
     parser = argparse.ArgumentParser(
@@ -190,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", action="store_true", help="only those of the public cases")
     parser.add_argument(
         "--sms",
-        type=int,
+        type=_sms,
         default=SM_COUNT,
         help="SMs of the device, for --cases (default %(default)s)",
     )
