@@ -33,6 +33,27 @@ def test_wrong_arguments(arguments, problem):
         operator_variants(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("16/32",), "head_configs is '16/32'; it must be pairs"),
+        ((None,), "head_configs is None; it must be pairs"),
+        ((["16/32"],), "head_configs has '16/32'; it must be a pair of integers"),
+        (((16, 32),), "head_configs has 16; it must be a pair"),
+        (([("16", "32")],), r"head_configs has \('16', '32'\); it must be a pair"),
+        (([(16, 32, 64)],), r"head_configs has \(16, 32, 64\); it must be a pair"),
+        (([(1, 1)], "bfloat16"), "dtypes is 'bfloat16'; it must be a list of bfloat16 and float16"),
+        (([(1, 1)], torch.float16), "dtypes is torch.float16; it must be a list"),
+        (([(1, 1)], ["float16"], "l2norm"), "options is 'l2norm'; it must be Usage objects"),
+        (([(1, 1)], ["float16"], ["l2norm"]), "options has 'l2norm'; it must be a .*Usage"),
+        (([(1, 1)], ["float16"], Usage()), r"options is Usage\(.*; it must be Usage objects"),
+    ],
+)
+def test_what_warmup_does_not_take_is_named(arguments, problem):
+    with pytest.raises(TypeError, match=problem):
+        gdn_prefill.warmup(*arguments)
+
+
 def test_warmup_compiles_each_once(monkeypatch):
     compiled = []
     monkeypatch.setattr(
@@ -58,6 +79,13 @@ def test_command_lists():
     assert any("raw" in name and "l2norm" in name for name in names)
     wrong = command("--list", "--heads", "3/8")
     assert wrong.returncode == 2 and "3/8" in wrong.stderr
+
+
+@pytest.mark.parametrize("heads", ["16", "16/32/64"])
+def test_heads_of_the_command_are_a_pair(heads):
+    wrong = command("--list", "--heads", heads)
+    message = f"argument --heads: '{heads}' must be Hq/Hv, such as 16/32"
+    assert wrong.returncode == 2 and message in wrong.stderr
 
 
 def test_command_compiles_for_real(tmp_path, monkeypatch):

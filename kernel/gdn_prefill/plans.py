@@ -264,15 +264,37 @@ def plan(
         raise ValueError(f"batch={batch} with sequences={sequences}; packed sequences have batch 1")
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"dtype is {dtype!r}; it must be torch.bfloat16 or torch.float16")
+    unknown = [name for name in settings if name not in check_options.__kwdefaults__]
+    if unknown:
+        raise TypeError(
+            f"plan has no option {unknown[0]!r}; beside its sizes it takes "
+            f"{', '.join(check_options.__kwdefaults__)}"
+        )
     options = check_options(**settings)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = _placed(device)
     packed = sequences is not None
     shape = OperatorShape(batch, tokens, heads_q, heads_v, sequences or batch, packed)
     return Plan(shape, options, dtype, device, backend)
+
+
+def _placed(device: torch.device | str | None) -> torch.device:
+    """The device of a plan, a GPU with its index. Raises TypeError or ValueError for no device."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except (TypeError, RuntimeError):
+        refusal = ValueError if isinstance(device, str) else TypeError
+        raise refusal(
+            f"device is {device!r}; it must be a torch.device or a name such as 'cuda:0' or 'cpu'"
+        ) from None
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (found.index or 0) >= count:
+        allowed = " or ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+        raise ValueError(f"device is {found}; torch sees {count} GPUs here, it must be {allowed}")
+    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 _REUSED = BoundedCache(PLAN_CAPACITY)

@@ -66,16 +66,22 @@ def operator_variants(
     dtypes: Sequence[str | torch.dtype] = ("bfloat16",),
     options: Iterable[Usage] = USAGES,
 ) -> list[Specialisation]:
-    """Every kernel that calls of these heads (Hq, Hv), dtypes and usages launch, none twice."""
+    """Every kernel that calls of these heads (Hq, Hv), dtypes and usages launch, none twice.
+
+    Raises TypeError or ValueError for a wrong argument.
+    """
     from .operator_cuda import forward_specialisations
 
+    head_configs = _items("head_configs", head_configs, "pairs (Hq, Hv), such as [(16, 32)]")
+    dtypes = _items("dtypes", dtypes, f"a list of {' and '.join(DTYPES)}")
+    options = _items("options", options, "Usage objects, such as [Usage(l2norm=True)]")
+    for usage in options:
+        if not isinstance(usage, Usage):
+            raise TypeError(f"options has {usage!r}; it must be a gdn_prefill.variants.Usage")
+    names = [_dtype_name(dtype) for dtype in dtypes]
     found: dict[str, Specialisation] = {}
-    for heads_q, heads_v in head_configs:
-        if heads_q < 1 or heads_v < 1 or heads_v % heads_q:
-            raise ValueError(
-                f"head_configs has {heads_q}/{heads_v}; Hv must be a positive multiple of Hq"
-            )
-        for dtype in map(_dtype_name, dtypes):
+    for heads_q, heads_v in map(_heads, head_configs):
+        for dtype in names:
             for usage in options:
                 first = _preprocessing(heads_q, heads_v, dtype, usage)
                 for item in (first, *forward_specialisations(heads_q, heads_v, dtype, usage)):
@@ -91,7 +97,7 @@ def warmup(
     """Compile all of `operator_variants` into TileLang's cache; returns their names.
 
     Needs nvcc and no GPU; where there is a Hopper one the kernels are loaded into this process as
-    well, so that no call compiles or loads anything. Raises ValueError for a wrong
+    well, so that no call compiles or loads anything. Raises TypeError or ValueError for a wrong
     argument, gdn_prefill.toolchain.ToolchainError where compiling fails.
     """
     items = operator_variants(head_configs, dtypes, options)
@@ -132,6 +138,30 @@ def _preprocessing(heads_q: int, heads_v: int, dtype: str, usage: Usage) -> Spec
     return Specialisation(
         config.name, partial(operator_preprocess_kernel, config), dict(PASS_CONFIGS)
     )
+
+
+def _items(name: str, values: object, allowed: str) -> list:
+    """The items of an argument that is a collection and no string."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} is {values!r}; it must be {allowed}")
+    return list(values)
+
+
+def _heads(pair: object) -> tuple[int, int]:
+    if (
+        not isinstance(pair, (tuple, list))
+        or len(pair) != 2
+        or not all(type(heads) is int for heads in pair)
+    ):
+        raise TypeError(
+            f"head_configs has {pair!r}; it must be a pair of integers (Hq, Hv), such as (16, 32)"
+        )
+    heads_q, heads_v = pair
+    if heads_q < 1 or heads_v < 1 or heads_v % heads_q:
+        raise ValueError(
+            f"head_configs has {heads_q}/{heads_v}; Hv must be a positive multiple of Hq"
+        )
+    return heads_q, heads_v
 
 
 def _dtype_name(dtype: str | torch.dtype) -> str:

@@ -34,8 +34,11 @@ FLAGS = ("dt_bias", "l2norm", "state_v_first", "batch_invariant", "strided")
 
 
 def _heads(text: str) -> tuple[int, int]:
-    q, _, v = text.partition("/")
-    return int(q), int(v)
+    try:
+        q, v = map(int, text.split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be Hq/Hv, such as 16/32") from None
+    return q, v
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
