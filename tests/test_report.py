@@ -53,6 +53,13 @@ def test_every_step_has_prediction_result_and_reason(version):
         assert len(re.findall(r"(?<=\| )[^|]+(?= \|)", row)) == 4
 
 
+def test_a_design_that_ships_is_not_among_the_rejected():
+    rejected = re.search(r"(?ms)^## 5\. Rejected ideas$(.*?)^## ", TEXT)[1]
+    names = re.findall(r"(?m)^\| ([\w.]+):", rejected)
+    assert "prepared_fused" in names
+    assert not {"resident", "prepared_wide", "shipped"} & set(names)
+
+
 def test_links_and_figures_lead_somewhere():
     targets = re.findall(r"\]\(([^)#]+)\)", TEXT)
     assert len(targets) > 5
