@@ -3,8 +3,8 @@
     python -m harness.bench                          oj and graph, into results/<device>/bench.csv
     python -m harness.bench --protocol cold --name cold --case long_low_gva
 
-One dense line a case, scope and implementation: time, spread, host overhead (oj minus graph),
-TFLOP/s, share of the floor, paired ratio to this package; then the geometric means.
+One dense line a case, scope and implementation: time, spread, SM clock, host overhead (oj minus
+graph), TFLOP/s, share of the floor, paired ratio to this package; then the geometric means.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from .timing import REPETITIONS, WARMUP, Plan, Protocol, paired_ratio
 
 TIMEOUT_S = 1800.0
 HEADER = ("CASE", "SCOPE", "PROTOCOL", "IMPLEMENTATION", "RESULT", "MEDIAN(ms)", "P20", "P80")
-HEADER += ("HOST(us)", "TFLOP/s", "FLOOR", "OVER OURS")
+HEADER += ("SM(MHz)", "HOST(us)", "TFLOP/s", "FLOOR", "OVER OURS")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,6 +145,7 @@ def _cells(
         fixed(sample.median_ms if sample else None, 6),
         fixed(sample.p20_ms if sample else None, 6),
         fixed(sample.p80_ms if sample else None, 6),
+        fixed(sample.clock_mhz if sample else None, 0),
         fixed(host, 1),
         fixed(rate, 1),
         None if share is None else f"{100 * share:.1f}%",

@@ -5,10 +5,10 @@
     python -m harness.bench_operator --case packed_mixed_state --implementation fla --budget 60
 
 Every implementation has a process of its own. All draw a workload and solve it in float64 side by
-side; one after the other is then bound, checked and captured, and they are timed in turn, a few
-replays each a round. One
-that crashes loses that workload, and after two crashes the rest, one that gives no answer in time
-all the rest; the others go on. Workloads that --budget has no time for are named and left out.
+side; one after the other is then bound, checked and captured. Then the device rests, and they are
+timed in turn, a few replays each a round. One that crashes loses that workload, and after two
+crashes the rest, one that gives no answer in time all the rest; the others go on. Workloads that
+--budget has no time for are named and left out.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from .progress import Progress, note
 from .results import RESULTS, Recorder, Stamp, finish_metadata
 from .score import geometric_mean
 from .tables import fixed, render
-from .timing import Protocol, paired_ratio
+from .timing import REST_S, Protocol, median_clock, paired_ratio
 
 NAME, HOST_NAME = "operator", "operator_host"
 HOST_SCHEMA = "operator_host"
@@ -44,8 +44,8 @@ ROUNDS, REPLAYS = 20, 5
 BUDGET_S, TIMEOUT_S = 200.0, 60.0
 TURN_TIMEOUT_S = 30.0
 STRIKES = 2
-HEADER = ("WORKLOAD", "IMPLEMENTATION", "RESULT", "MEDIAN(ms)", "P20", "P80", "OVER OURS")
-HEADER += ("L2 OUTPUT", "L2 STATE")
+HEADER = ("WORKLOAD", "IMPLEMENTATION", "RESULT", "MEDIAN(ms)", "P20", "P80", "SM(MHz)")
+HEADER += ("OVER OURS", "L2 OUTPUT", "L2 STATE")
 
 Errors = dict[str, dict[str, list[float]]]  # workload -> implementation -> output, final states
 
@@ -70,13 +70,14 @@ class Contender:
 
 @dataclass
 class Measured:
-    """What came of one implementation on one workload."""
+    """What came of one implementation on one workload; clocks_mhz: the SMs' in each turn."""
 
     contender: Contender
     status: Status = Status.PASS
     reason: str = ""
     relative_l2: list[float] = field(default_factory=list)
     times_ms: list[float] = field(default_factory=list)
+    clocks_mhz: list[float | None] = field(default_factory=list)
 
     @property
     def ready(self) -> bool:
@@ -98,7 +99,16 @@ class Measured:
             self.status,
             self.reason,
             tuple(self.times_ms) if self.ready else (),
+            clock_mhz=median_clock(self.clocks_mhz) if self.ready else None,
         )
+
+    def ask(self, **job: object) -> dict:
+        """What its process answers in its turn; nothing where that failed."""
+        try:
+            return self.contender.ask(TURN_TIMEOUT_S, **job)
+        except ChildError as error:
+            self.fail(error)
+            return {}
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ class Effort:
 
 def measure(workload: Workload, contenders: Sequence[Contender], effort: Effort) -> list[Measured]:
     """Draws a workload in all processes at once, makes each implementation ready by itself, as some
-    tune themselves by the clock, then times those that are right in turn.
+    tune themselves by the clock, then times those that are right in turn, from rest.
     """
     job = {"do": "draw", "workload": to_json(workload), "protocol": effort.protocol.value}
     found = []
@@ -132,13 +142,16 @@ def measure(workload: Workload, contenders: Sequence[Contender], effort: Effort)
         if one.ready:
             one.contender.child.send({"do": "prepare"})
             _admit(one, effort.timeout_s)
+    if any(one.ready and not one.contender.cpu for one in found):
+        time.sleep(REST_S)
+    for one in found:
+        if one.ready:
+            one.ask(do="warm")
     for number in range(effort.rounds):
         for one in _rotated([one for one in found if one.ready], number):
-            try:
-                turn = one.contender.ask(TURN_TIMEOUT_S, do="time", replays=effort.replays)
-                one.times_ms += turn["times_ms"]
-            except ChildError as error:
-                one.fail(error)
+            turn = one.ask(do="time", replays=effort.replays)
+            one.times_ms += turn.get("times_ms", [])
+            one.clocks_mhz.append(turn.get("clock_mhz"))
     return found
 
 
@@ -282,7 +295,8 @@ class Log:
     def _more(self) -> dict:
         return {
             "protocol": f"{self.effort.protocol}, {self.effort.rounds} rounds in turn of"
-            f" {self.effort.replays} calls, each implementation in a process of its own",
+            f" {self.effort.replays} calls after {REST_S} s of rest, each implementation in a"
+            " process of its own",
             "limit_relative_l2": LIMIT,
             "relative_l2": self.errors,
             "workloads": self.workloads,
@@ -316,6 +330,7 @@ class Log:
                     fixed(sample.median_ms if sample else None, 6),
                     fixed(sample.p20_ms if sample else None, 6),
                     fixed(sample.p80_ms if sample else None, 6),
+                    fixed(sample.clock_mhz if sample else None, 0),
                     fixed(ratio, 3),
                     *(f"{error:.2e}" for error in errors or (math.nan, math.nan)),
                 )

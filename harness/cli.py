@@ -10,7 +10,7 @@ import torch
 
 from cases import Case
 
-from .device import CPU, pick_device, why_untimed
+from .device import CPU, pick_device, throttled, why_untimed
 from .emulation import ALL_CHECKS, AUTO, EMULATOR, Emulation, NothingRunsError, resolve_backend
 from .implementations import ALIASES, BACKENDS, CORE, OURS, OWN, SCOPES, names
 from .options import seconds
@@ -147,9 +147,9 @@ def _run(
             wanted = expectation if kind is Kind.VERSIONS else "pass"
             satisfied = satisfied and as_expected(student, wanted)
             for outcome in (student, *references):
-                if outcome.reason:
-                    name = subject.version if kind is Kind.VERSIONS else outcome.implementation
-                    note(f"{case.name}: {name}: {outcome.reason}")
+                name = subject.version if kind is Kind.VERSIONS else outcome.implementation
+                for text in filter(None, (outcome.reason, throttled(outcome.clock_mhz))):
+                    note(f"{case.name}: {name}: {text}")
     report.finish(finish_metadata(metadata))
     if options.out:
         Path(options.out).write_text(report.text, encoding="utf-8")

@@ -3,6 +3,7 @@
 Only queries: clocks and power are read, never set.
 """
 
+import functools
 import os
 import platform
 import re
@@ -35,6 +36,8 @@ PROFILER_VARIABLES = (
     "NVTX_INJECTION64_PATH",
     "GDN_PROFILING",
 )
+# A clock is measured to about 1 %: from this share of the fastest on, it counts as the fastest.
+FULL_CLOCK = 0.97
 _PRELOADED = re.compile(r"nsight|TreeLauncher|libToolsInjection|sanitizer-collection", re.I)
 
 
@@ -106,6 +109,23 @@ def query_clocks() -> dict[str, str]:
         return {}
     values = done.stdout.strip().splitlines()[0].split(", ")
     return dict(zip(CLOCK_FIELDS, values, strict=False))
+
+
+@functools.cache
+def max_sm_mhz() -> float | None:
+    """The fastest clock of the SMs, in MHz; None where nvidia-smi does not tell."""
+    try:
+        return float(query_clocks()["clocks.max.sm"].split()[0])
+    except (KeyError, ValueError, IndexError):
+        return None
+
+
+def throttled(clock_mhz: float | None) -> str | None:
+    """What to say of a time taken at that SM clock; None if it was the fastest or is not known."""
+    fastest = None if clock_mhz is None else max_sm_mhz()
+    if fastest is None or clock_mhz >= FULL_CLOCK * fastest:
+        return None
+    return f"throttled: the SMs ran at {clock_mhz:.0f} MHz, their fastest is {fastest:.0f}"
 
 
 def software() -> dict[str, str | None]:

@@ -53,7 +53,8 @@ class Outcome:
     """What came of one entry on one case under one protocol; times in milliseconds, raw.
 
     times_ms is empty where the case did not pass, and where nothing is timed (no GPU, a profiler).
-    backend is the one that was asked for, "" where there is no choice.
+    backend is the one that was asked for, "" where there is no choice. clock_mhz is the median SM
+    clock that the times were taken at, None where it was not measured.
     """
 
     case: str
@@ -65,10 +66,11 @@ class Outcome:
     reason: str = ""
     times_ms: tuple[float, ...] = ()
     backend: str = ""
+    clock_mhz: float | None = None
 
     @property
     def sample(self) -> Sample | None:
-        return Sample(self.times_ms) if self.times_ms else None
+        return Sample(self.times_ms, self.clock_mhz) if self.times_ms else None
 
     @property
     def median_ms(self) -> float | None:
@@ -235,6 +237,7 @@ def _outcome(candidate: _Candidate, case: Case, plan: Plan) -> Outcome:
     sample = candidate.samples.get(plan.protocol) if verdict.passed else None
     if sample is not None:
         verdict = under_floor(case, candidate.entry.scope, plan.protocol, sample.median_ms)
+    timed = sample is not None and verdict.passed
     return Outcome(
         case=case.name,
         implementation=candidate.implementation.name,
@@ -243,8 +246,9 @@ def _outcome(candidate: _Candidate, case: Case, plan: Plan) -> Outcome:
         protocol=plan.protocol.value,
         status=verdict.status,
         reason=verdict.reason,
-        times_ms=sample.times_ms if sample is not None and verdict.passed else (),
+        times_ms=sample.times_ms if timed else (),
         backend=candidate.implementation.backend,
+        clock_mhz=sample.clock_mhz if timed else None,
     )
 
 

@@ -10,8 +10,10 @@ Around the lab's protocol (the same calls, the same event pairs):
 * some calls, not counted, find the contents of the call before: a result kept by content is fast
 * one call finds its inputs at other addresses
 * the device must be idle when a call's time ends, and no thread may go on working
+* an SM clock that the child reports must fit what this process saw of the call
 """
 
+import math
 import os
 import random
 import secrets
@@ -19,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,13 +32,13 @@ from cases import SEED, Case, make_inputs
 from .channel import Channel, ClosedError, ForgedError, LateError, Message
 from .check import PASSED, Expected, Status, Verdict, check_values, expected_layout
 from .child import ROOT, child_environment, describe_exit
-from .device import why_untimed
+from .device import max_sm_mhz, why_untimed
 from .evaluate import Outcome, under_floor
 from .implementations import CORE
 from .problem import expected_values
 from .relay import Relay
 from .rotation import draw_signs, flipped_expectations
-from .timing import Plan, Protocol, percentile
+from .timing import SPIN_CYCLES, Plan, Protocol, median_clock, percentile, rest
 from .worker import TIMEOUT_S
 
 SUBMISSION = "submission"
@@ -52,6 +54,8 @@ CPU_FEWEST = 4
 # With fewer counted calls than this, repeated ones are not held against them: chance would decide.
 FEWEST_COMPARED = 4
 CPU_MOST_AUDITS = 16
+# A clock above this share of the device's fastest is none of its clocks: events are not exact.
+CLOCK_EXCESS = 1.05
 # Percentiles between which times are compared, so that a disturbed call decides nothing.
 FEW, MOST = 30, 70
 
@@ -101,12 +105,16 @@ class _Contents:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call as reported by the child (ms, drain_ms, threads) and as clocked here (seen_ms)."""
+    """One call as reported by the child and as clocked here (seen_ms).
+
+    clock_mhz: of the SMs before the call, None where the protocol does not take it.
+    """
 
     ms: float
     drain_ms: float
     seen_ms: float
     threads: int
+    clock_mhz: float | None = None
 
 
 @dataclass(frozen=True)
@@ -188,6 +196,7 @@ def judge(
         status=verdict.status,
         reason=verdict.reason,
         times_ms=tuple(call.ms for call in record.fresh) if timed else (),
+        clock_mhz=_clock(record.fresh) if timed else None,
     )
 
 
@@ -273,13 +282,14 @@ class _Trial:
         self._progress("first call")
         self._ask("load", "loaded")
         self._audited_call()
-        self._progress("warm-up")
-        for _ in range(self._plan.warmup - 1):
-            self._refresh()
-            self._go()
         if self._plan.protocol is not Protocol.OJ and self._device.type == "cuda":
             self._ask("capture", "captured")
             self._audited_call()
+        self._progress("warm-up")
+        rest(self._device, self._plan.rest_s)
+        for _ in range(self._plan.warmup - 1):
+            self._refresh()
+            self._go()
         self._progress("timed calls")
         self._timed_calls()
         self._audited_call(where="moved")
@@ -345,6 +355,7 @@ class _Trial:
                 drain_ms=float(done["drain_ms"]),
                 seen_ms=seen_ms,
                 threads=int(done["threads"]),
+                clock_mhz=None if done["clock_mhz"] is None else float(done["clock_mhz"]),
             )
         except (KeyError, TypeError, ValueError):
             raise ForgedError(f"a report without its times: {done}") from None
@@ -418,6 +429,7 @@ class _Trial:
                     f"a call on the same contents ({kind}) takes {again:.4f} ms or less, on new"
                     f" ones {quick:.4f} ms or more"
                 )
+        reasons += _doubtful_clock(record.fresh)
         floor = under_floor(self._case, CORE, self._plan.protocol, typical)
         if not floor.passed and self._device.type == "cuda":
             reasons.append(floor.reason)
@@ -447,6 +459,30 @@ def _refusal(fields: dict) -> Exception:
 
 def _bytes(layout: Expected) -> int:
     return layout.dtype.itemsize * torch.Size(layout.shape).numel()
+
+
+def _clock(calls: Iterable[_Call]) -> float | None:
+    """The median SM clock of the calls."""
+    return median_clock(call.clock_mhz for call in calls)
+
+
+def _doubtful_clock(calls: Sequence[_Call]) -> list[str]:
+    """What does not fit a reported SM clock: the device, or the time that its spin takes in a call.
+
+    The spin before a call is beyond its time and within what was clocked here.
+    """
+    calls = [call for call in calls if call.clock_mhz is not None]
+    if not calls:
+        return []
+    if not all(0 < call.clock_mhz < math.inf for call in calls):
+        return ["it reports an SM clock that is none"]
+    clock, fastest = _clock(calls), max_sm_mhz()
+    if fastest is not None and clock > CLOCK_EXCESS * fastest:
+        return [f"it reports an SM clock of {clock:.0f} MHz, the fastest is {fastest:.0f}"]
+    room = _least(call.seen_ms - call.ms - SPIN_CYCLES / call.clock_mhz / 1e3 for call in calls)
+    if room < 0:
+        return [f"it reports an SM clock of {clock:.0f} MHz, the judge's clock left no time for it"]
+    return []
 
 
 def _least(values: Iterable[float]) -> float:

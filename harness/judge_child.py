@@ -124,7 +124,7 @@ class Session:
         before = self._threads.extra() if self._threads else frozenset()
         self._result = None
         try:
-            milliseconds, self._result = self._timer(call)
+            milliseconds, self._result, clock_mhz = self._timer(call)
             stop = self._now()
             self._timer.synchronize()
             drain_ms = (self._now() - stop) / 1e6
@@ -132,7 +132,13 @@ class Session:
             self._channel.send("failed", reason=describe(error, self._path))
             return
         started = self._threads.extra() - before if self._threads else ()
-        self._channel.send("done", ms=milliseconds, drain_ms=drain_ms, threads=len(started))
+        self._channel.send(
+            "done",
+            ms=milliseconds,
+            clock_mhz=clock_mhz,
+            drain_ms=drain_ms,
+            threads=len(started),
+        )
 
     def _on_keep(self, message: Message) -> None:
         """Copies the outputs of the last call and compares its inputs with what was written."""

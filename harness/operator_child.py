@@ -1,7 +1,8 @@
 """The process that holds one implementation of the operator for harness.bench_operator.
 
 It answers, one at a time: "draw" (a workload's inputs and expected results), "prepare" (bind it,
-check it, capture it), "time" (some replays) and "host" (what this package's calls cost the host).
+check it, capture it), "warm" (untimed calls), "time" (some replays) and "host" (what this package's
+calls cost the host).
 """
 
 import statistics
@@ -58,7 +59,7 @@ class Prepared:
     problem: Problem
     call: Call
     timer: Timer
-    plan: Plan
+    protocol: Protocol
 
 
 def draw(job: dict) -> tuple[dict, Drawn | None]:
@@ -93,8 +94,8 @@ def prepare(drawn: Drawn) -> tuple[dict, Prepared | None]:
         return _failure(error_verdict(error)), None
     if not verdict.passed:
         return {"relative_l2": errors, **_failure(verdict)}, None
-    prepared = Prepared(problem, call, make_timer(device, protocol), Plan(protocol, WARM_CALLS, 1))
-    interleave({"": call}, prepared.plan, prepared.timer, device)
+    prepared = Prepared(problem, call, make_timer(device, protocol), protocol)
+    prepared.timer.synchronize()
     return {"status": Status.PASS.value, "relative_l2": errors}, prepared
 
 
@@ -125,12 +126,20 @@ def _failure(verdict: Verdict) -> dict:
     return {"status": verdict.status.value, "reason": verdict.reason}
 
 
+def warm(prepared: Prepared) -> dict:
+    """Some untimed calls."""
+    for _ in range(WARM_CALLS):
+        prepared.call()
+    prepared.timer.synchronize()
+    return {}
+
+
 def take(prepared: Prepared, replays: int) -> dict:
-    """Times some calls in a row, after an untimed one."""
-    plan = Plan(prepared.plan.protocol, 1, replays)
+    """Times some calls in a row, after an untimed one; the rest was before the first turn."""
+    plan = Plan(prepared.protocol, 1, replays, rest_s=0)
     device = prepared.problem.device
-    samples = interleave({"": prepared.call}, plan, prepared.timer, device)
-    return {"times_ms": samples[""].times_ms}
+    sample = interleave({"": prepared.call}, plan, prepared.timer, device)[""]
+    return {"times_ms": sample.times_ms, "clock_mhz": sample.clock_mhz}
 
 
 def host(prepared: Prepared) -> dict:
@@ -172,6 +181,8 @@ def main() -> None:
             answer, drawn = draw(job)
         elif job["do"] == "prepare":
             answer, prepared = prepare(drawn)
+        elif job["do"] == "warm":
+            answer = warm(prepared)
         elif job["do"] == "time":
             answer = take(prepared, job["replays"])
         else:

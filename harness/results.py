@@ -39,6 +39,7 @@ class Row:
     """One measurement; the fields are the columns, in order. Times in milliseconds, None untimed.
 
     device is a slug, date ISO 8601 in UTC, revision the commit (with "+" where files had changed).
+    sm_mhz is the median SM clock that the times were taken at, None where it was not measured.
     """
 
     device: str
@@ -54,6 +55,7 @@ class Row:
     p20_ms: float | None
     p80_ms: float | None
     repetitions: int
+    sm_mhz: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("device", "date", "revision", "implementation", "version", "case"):
@@ -78,9 +80,13 @@ class Row:
             raise ValueError(
                 f"p20, median, p80 are {times} of {self.repetitions}, must rise from above 0"
             )
+        if self.sm_mhz is not None and (self.sm_mhz <= 0 or self.median_ms is None):
+            raise ValueError(f"sm_mhz is {self.sm_mhz}, must be above 0 and go with a time")
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
+# Files recorded before a clock was taken lack it.
+OPTIONAL = ("sm_mhz",)
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,7 @@ def to_row(outcome: Outcome, stamp: Stamp) -> Row:
         p20_ms=sample.p20_ms if sample else None,
         p80_ms=sample.p80_ms if sample else None,
         repetitions=sample.repetitions if sample else 0,
+        sm_mhz=round(sample.clock_mhz) if sample and sample.clock_mhz else None,
     )
 
 
@@ -261,7 +268,7 @@ def _read_samples(path: Path) -> list[dict]:
 
 
 def write_csv(handle, rows: Iterable[Row]) -> None:
-    """The rows as CSV, header first; an absent time is an empty field."""
+    """The rows as CSV, header first; an absent time or clock is an empty field."""
     writer = csv.writer(handle, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in rows:
@@ -273,11 +280,12 @@ def write_csv(handle, rows: Iterable[Row]) -> None:
 def read_rows(path: Path) -> list[Row]:
     """The rows of one file. Raises ValueError naming the file and line of what is not a row.
 
-    Further columns are allowed and left out.
+    Further columns are allowed and left out; the optional ones may be missing.
     """
     with path.open(newline="", encoding="utf-8") as handle:
         reader = csv.DictReader(handle)
-        missing = [column for column in COLUMNS if column not in (reader.fieldnames or [])]
+        there = (*OPTIONAL, *(reader.fieldnames or []))
+        missing = [column for column in COLUMNS if column not in there]
         if missing:
             raise ValueError(f"{path}: columns missing: {', '.join(missing)}")
         rows = []
@@ -293,8 +301,10 @@ def _parse(raw: Mapping[str, str]) -> Row:
     times = {
         name: float(raw[name]) if raw[name] else None for name in ("median_ms", "p20_ms", "p80_ms")
     }
-    text = {name: raw[name] for name in COLUMNS if name not in (*times, "repetitions")}
-    return Row(**text, **times, repetitions=int(raw["repetitions"]))
+    clock = raw.get("sm_mhz")
+    numbers = {"repetitions": int(raw["repetitions"]), "sm_mhz": int(clock) if clock else None}
+    text = {name: raw[name] for name in COLUMNS if name not in (*times, *numbers)}
+    return Row(**text, **times, **numbers)
 
 
 def measurement_files(root: Path = RESULTS, device: str | None = None) -> list[Path]:

@@ -38,7 +38,7 @@ from .timing import REPETITIONS, WARMUP, Plan, Protocol
 from .worker import TIMEOUT_S
 
 CASES = ("long_low_gva", "wide_gva_state")
-ONE_CALL = Plan(Protocol.OJ, warmup=1, repetitions=1)
+ONE_CALL = Plan(Protocol.OJ, warmup=1, repetitions=1, rest_s=0)
 # Three whole chunks and a ragged tail: less would not show a slot that is reused too early.
 RACE_CASE = Case("races", 1, 3 * 64 + 37, 1, 2, True, "mixed")
 EDGE_CASES = (

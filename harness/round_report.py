@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cases import Case
 
 from .check import Status
-from .device import ceilings, pick_device
+from .device import ceilings, pick_device, throttled
 from .evaluate import Outcome
 from .floors import floor_ms
 from .implementations import CORE
@@ -184,11 +184,25 @@ def _times(done: Round) -> str:
     text = _table(header, rows)
     if done.ratio is not None:
         text += f"\n\nGeometric mean of the paired ratios: {done.ratio:.3f}."
+    slow = _slow_clocks(done)
+    if slow:
+        text += "\n\n" + "\n".join(slow)
     return text + (
-        "\n\nMilliseconds of one launch, CUDA Graph replay, the two in turn; ratio: change over"
-        " baseline, paired round by round; floor: the share of the change's time that the"
-        " datasheet's tensor rate needs."
+        "\n\nMilliseconds of one launch, CUDA Graph replay, the two in turn, from rest; ratio:"
+        " change over baseline, paired round by round; floor: the share of the change's time that"
+        " the datasheet's tensor rate needs."
     )
+
+
+def _slow_clocks(done: Round) -> list[str]:
+    """A line for every time that was not taken at the fastest clock."""
+    lines = []
+    for timing in done.timings:
+        for name, side in ((done.baseline, timing.baseline), (done.change, timing.change)):
+            said = throttled(side.clock_mhz)
+            if said:
+                lines.append(f"* {timing.case.name}, {name}: {said}")
+    return lines
 
 
 def _spread(sample: Sample | None) -> str:

@@ -8,15 +8,21 @@ cold   as graph, behind a kernel that overwrites more than the L2 holds
 
 Several implementations are timed call by call in turn on the same problem, so that a change of
 clocks meets all of them, and compared by paired ratios.
+
+Kernels that fill the device draw more than it may for long, and its SM clock falls within some
+20 ms of work. So timing starts behind a rest, at the boost clock, whatever ran before; and under
+the graph protocol the clock of every sample is taken, by how long the spinning kernel took.
 """
 
 import contextlib
 import functools
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +30,14 @@ Call = Callable[[], object]
 
 WARMUP = 10
 REPETITIONS = 100
+# Seconds of idleness after which the SMs are back at the boost clock.
+REST_S = 0.5
 # Long enough to queue an event, a replay and an event behind it: about 100 us at 1.98 GHz.
 SPIN_CYCLES = 200_000
+# A spin ahead of that one, about 20 us, behind which its event and itself are queued together.
+LEAD_CYCLES = 40_000
+# What the events and the launch take beyond the cycles: on an H200 the same for 50 to 800 thousand.
+SPIN_OVERHEAD_US = 2.8
 # The flush writes this many times the L2.
 FLUSH_RATIO = 4
 
@@ -43,24 +55,31 @@ class Protocol(str, Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """A protocol with its untimed and timed calls."""
+    """A protocol with its untimed and timed calls; rest_s: seconds of rest before all of them."""
 
     protocol: Protocol = Protocol.OJ
     warmup: int = WARMUP
     repetitions: int = REPETITIONS
+    rest_s: float = REST_S
 
     def __post_init__(self) -> None:
         for name, least in (("warmup", 0), ("repetitions", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} is {value!r}, must be an integer >= {least}")
+        if not 0 <= self.rest_s < math.inf:
+            raise ValueError(f"rest_s is {self.rest_s!r}, must be >= 0 and finite")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The times of one implementation in milliseconds, in the order they were taken."""
+    """The times of one implementation in milliseconds, in the order they were taken.
+
+    clock_mhz: the median SM clock that they were taken at; None where it was not measured.
+    """
 
     times_ms: tuple[float, ...]
+    clock_mhz: float | None = None
 
     def __post_init__(self) -> None:
         if not self.times_ms:
@@ -102,17 +121,37 @@ def paired_ratio(numerator: Sample, denominator: Sample) -> float:
     return statistics.median(a / b for a, b in pairs)
 
 
+def median_clock(clocks_mhz: Iterable[float | None]) -> float | None:
+    """The median of the clocks that were measured; None if none was."""
+    measured = [clock for clock in clocks_mhz if clock is not None]
+    return statistics.median(measured) if measured else None
+
+
+def rest(device: torch.device, seconds: float = REST_S) -> None:
+    """Lets a GPU that has done its work idle for some seconds; without one, nothing."""
+    if device.type == "cuda":
+        time.sleep(seconds)
+
+
+class Taken(NamedTuple):
+    """A timed call: milliseconds, what it returned, the SM clock before it (None: not measured)."""
+
+    ms: float
+    result: object
+    clock_mhz: float | None = None
+
+
 class HostTimer:
     """Wall clock on a machine with no GPU. Its clock is looked up once, when it is made."""
 
     def __init__(self) -> None:
         self._now = time.perf_counter_ns
 
-    def __call__(self, call: Call) -> tuple[float, object]:
-        """Runs `call` and gives (milliseconds, what it returned)."""
+    def __call__(self, call: Call) -> Taken:
+        """Runs `call` and times it."""
         start = self._now()
         result = call()
-        return (self._now() - start) / 1e6, result
+        return Taken((self._now() - start) / 1e6, result)
 
     def synchronize(self) -> None:
         """Nothing runs behind the host here."""
@@ -122,10 +161,18 @@ class EventTimer:
     """CUDA events on the stream that is current when it is made.
 
     Every function it needs is looked up once, then: what a submission does to torch.cuda later
-    does not reach it. `before` is queued ahead of the first event of each pair.
+    does not reach it. `before` is queued ahead of the first event of each pair; behind it, if
+    spin_cycles is not 0, a kernel that spins for so many cycles of an SM, between events of its
+    own, which tell the clock. What they and the launch cost, 2.8 us of about 100, is taken off; the
+    clock is then right to about 1 %.
     """
 
-    def __init__(self, device: torch.device, before: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        before: Callable[[], None] | None = None,
+        spin_cycles: int = 0,
+    ) -> None:
         self._event = torch.cuda.Event
         self._record = torch.cuda.Event.record
         self._wait = torch.cuda.Event.synchronize
@@ -134,17 +181,25 @@ class EventTimer:
         self._device = device
         self.stream = torch.cuda.current_stream(device)
         self._before = before
+        self._spin, self._spin_cycles = torch.cuda._sleep, spin_cycles
 
-    def __call__(self, call: Call) -> tuple[float, object]:
-        """Runs `call` and gives (milliseconds, what it returned)."""
-        start, end = self._event(enable_timing=True), self._event(enable_timing=True)
+    def __call__(self, call: Call) -> Taken:
+        """Runs `call` and times it."""
+        spin, start, end = (self._event(enable_timing=True) for _ in range(3))
         if self._before is not None:
             self._before()
+        if self._spin_cycles:
+            self._record(spin, self.stream)
+            self._spin(self._spin_cycles)
         self._record(start, self.stream)
         result = call()
         self._record(end, self.stream)
         self._wait(end)
-        return self._elapsed(start, end), result
+        clock_mhz = None
+        if self._spin_cycles:
+            spun_us = 1e3 * self._elapsed(spin, start) - SPIN_OVERHEAD_US
+            clock_mhz = self._spin_cycles / spun_us
+        return Taken(self._elapsed(start, end), result, clock_mhz)
 
     def synchronize(self) -> None:
         """Waits for everything on the device, whatever its stream."""
@@ -158,17 +213,13 @@ def make_timer(device: torch.device, protocol: Protocol = Protocol.OJ) -> Timer:
     """The timer of `protocol` on `device`; without a GPU it is the wall clock, for any protocol."""
     if device.type != "cuda":
         return HostTimer()
-    return EventTimer(device, _ahead_of_start(device, protocol))
-
-
-def _ahead_of_start(device: torch.device, protocol: Protocol) -> Callable[[], None] | None:
     if protocol is Protocol.GRAPH:
-        return functools.partial(torch.cuda._sleep, SPIN_CYCLES)
+        return EventTimer(device, functools.partial(torch.cuda._sleep, LEAD_CYCLES), SPIN_CYCLES)
     if protocol is Protocol.COLD:
         size = FLUSH_RATIO * torch.cuda.get_device_properties(device).L2_cache_size
         scratch = torch.empty(size, dtype=torch.uint8, device=device)
-        return scratch.zero_
-    return None
+        return EventTimer(device, scratch.zero_)
+    return EventTimer(device)
 
 
 class NotCapturableError(RuntimeError):
@@ -232,18 +283,30 @@ def profiled(device: torch.device) -> Iterator[None]:
 def interleave(
     calls: dict[str, Call], plan: Plan, timer: Timer, device: torch.device
 ) -> dict[str, Sample]:
-    """Times every call plan.repetitions times, one of each a round, the order rotating by round."""
+    """Times every call plan.repetitions times, one of each a round, the order rotating by round.
+
+    Before that it waits for what is queued, rests for plan.rest_s and makes the untimed calls.
+    """
+    timer.synchronize()
+    rest(device, plan.rest_s)
     for call in calls.values():
         for _ in range(plan.warmup):
             call()
     timer.synchronize()
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    taken: dict[str, list[tuple[float, float | None]]] = {name: [] for name in calls}
     with profiled(device):
         for repetition in range(plan.repetitions):
             for name in _rotated(list(calls), repetition):
-                milliseconds, _ = timer(calls[name])
-                times[name].append(milliseconds)
-    return {name: Sample(tuple(taken)) for name, taken in times.items()}
+                # Results are not kept: they would fill the device's memory.
+                milliseconds, _, clock_mhz = timer(calls[name])
+                taken[name].append((milliseconds, clock_mhz))
+    return {name: _sample(pairs) for name, pairs in taken.items()}
+
+
+def _sample(pairs: Iterable[tuple[float, float | None]]) -> Sample:
+    """Of pairs of milliseconds and clock."""
+    times_ms, clocks_mhz = zip(*pairs, strict=True)
+    return Sample(times_ms, median_clock(clocks_mhz))
 
 
 def launch_untimed(calls: dict[str, Call], plan: Plan, device: torch.device) -> None:

@@ -80,7 +80,7 @@ def test_nothing_is_measured_without_a_gpu(command, capsys, monkeypatch):
 def test_the_benchmarks_lines_and_means():
     case = Case("c", 1, 64, 1, 1, False, "mixed")
     ours = outcome("gdn_prefill", "0.1.0", "core", 1.0, 2.0)
-    replayed = replace(ours, protocol="graph", times_ms=(1.4, 1.4))
+    replayed = replace(ours, protocol="graph", times_ms=(1.4, 1.4), clock_mhz=1711.6)
     peer = outcome("flash_qla", "0.1", "core", 3.0, 6.0)
     text = bench.report([case], [ours, replayed, peer, FASTER_BUT_WRONG])
     lines = text.splitlines()
@@ -88,6 +88,7 @@ def test_the_benchmarks_lines_and_means():
     assert lines[1].split()[3:8] == ["gdn_prefill", "0.1.0", "PASS", "1.500000", "1.200000"]
     assert lines[1].split()[9] == "100.0"
     assert lines[2].split()[2] == "graph"
+    assert lines[0].index("SM(MHz)") == lines[2].index("   1712")
     assert lines[3].split()[-1] == "3.000"
     assert lines[4].split()[-1] == "WRONG"
     assert lines[-1].split() == ["core", "oj", "flash_qla", "0.1", "1", "3.000"]

@@ -106,6 +106,14 @@ def test_times_are_printed_with_six_digits(capsys):
     capsys.readouterr()
 
 
+def test_a_time_below_the_fastest_clock_is_noted(cases, capsys, monkeypatch):
+    slow = Outcome("tiny_a", "mine", "1", "core", "graph", Status.PASS, "", (0.1,), "", 1710.0)
+    monkeypatch.setattr(cli.Session, "grade", lambda *_: ([slow], []))
+    monkeypatch.setattr(cli, "throttled", lambda clock: f"throttled: {clock:.0f} MHz")
+    assert run("--cases", cases, "--case", "tiny_a") == 0
+    assert "tiny_a: mine: throttled: 1710 MHz\n" in capsys.readouterr().err
+
+
 def test_out_writes_what_is_printed(cases, capsys, tmp_path):
     path = tmp_path / "out.csv"
     assert run("--cases", cases, "--output-format", "csv", "--out", str(path)) == 0

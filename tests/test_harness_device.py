@@ -48,6 +48,31 @@ def test_missing_nvidia_smi_means_no_clocks(monkeypatch):
     assert device.query_clocks() == {}
 
 
+@pytest.fixture
+def fastest(monkeypatch):
+    """Makes nvidia-smi say what the fastest clock is."""
+
+    def say(**clocks):
+        device.max_sm_mhz.cache_clear()
+        monkeypatch.setattr(device, "query_clocks", lambda: clocks)
+
+    yield say
+    device.max_sm_mhz.cache_clear()
+
+
+def test_a_clock_under_the_fastest_is_throttled(fastest):
+    fastest(**{"clocks.max.sm": "1980 MHz"})
+    assert device.max_sm_mhz() == 1980
+    assert device.throttled(1980.0) is device.throttled(1930.0) is device.throttled(None) is None
+    assert device.throttled(1710.4) == ("throttled: the SMs ran at 1710 MHz, their fastest is 1980")
+
+
+@pytest.mark.parametrize("said", [{}, {"clocks.max.sm": "[N/A]"}, {"clocks.max.sm": ""}])
+def test_without_a_fastest_clock_nothing_is_throttled(fastest, said):
+    fastest(**said)
+    assert device.max_sm_mhz() is device.throttled(100.0) is None
+
+
 @pytest.mark.gpu
 def test_the_gpu_is_described():
     gpu = torch.device("cuda:0")

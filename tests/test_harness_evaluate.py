@@ -63,7 +63,8 @@ def test_one_bad_entry_does_not_stop_the_others():
 
 
 def test_outcomes_survive_json():
-    found = Outcome("c", "i", "1", "core", "oj", Status.SUSPECT, "why", (1.5, 2.5))
+    found = Outcome("c", "i", "1", "core", "oj", Status.SUSPECT, "why", (1.5, 2.5), "", 1710.0)
+    assert found.sample.clock_mhz == 1710.0
     assert Outcome.from_json(found.to_json()) == found
 
 
@@ -101,6 +102,7 @@ def test_times_are_taken_interleaved_and_above_the_floor():
     found = compare(case, entries, plans, gpu)
     assert [(o.status, o.reason) for o in found] == [(Status.PASS, "")] * 9
     assert all(len(o.times_ms) == 20 for o in found)
+    assert all((o.clock_mhz is not None) == (o.protocol == "graph") for o in found)
     assert under_floor(case, "core", Protocol.OJ, 1e-5).status is Status.SUSPECT
 
 

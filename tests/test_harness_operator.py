@@ -26,7 +26,7 @@ from harness.implementations import get
 from harness.operator_child import LIMIT, checked, from_json, to_json
 from harness.problem import operator_problem
 from harness.results import Recorder, Stamp, read_rows
-from harness.timing import Protocol
+from harness.timing import REST_S, Protocol
 from reference.operator import gated_delta_rule
 
 DENSE = Case("dense", 2, 70, 1, 2, True, "mixed")
@@ -197,7 +197,7 @@ def contender(name, *answers):
 
 
 DRAWN = {"version": "1", "status": "PASS"}
-READY = DRAWN, {"status": "PASS", "relative_l2": [1e-3, 2e-3]}
+READY = DRAWN, {"status": "PASS", "relative_l2": [1e-3, 2e-3]}, {}
 
 
 def test_turns_are_interleaved_and_the_order_rotates():
@@ -207,8 +207,40 @@ def test_turns_are_interleaved_and_the_order_rotates():
         one.child.send = lambda job, name=one.name: order.append((name, job["do"]))
     found = measure(DENSE, both, Effort(rounds=3, replays=1))
     assert order[:4] == [("a", "draw"), ("b", "draw"), ("a", "prepare"), ("b", "prepare")]
-    assert order[4:] == [(name, "time") for name in "abbaab"]
+    assert order[4:6] == [("a", "warm"), ("b", "warm")]
+    assert order[6:] == [(name, "time") for name in "abbaab"]
     assert [one.times_ms for one in found] == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_a_gpu_rests_once_before_the_first_turn(monkeypatch, cpu):
+    order = []
+    monkeypatch.setattr(bench_operator.time, "sleep", lambda seconds: order.append(seconds))
+    both = [contender(name, *READY, *[{"times_ms": [1.0]}] * 2) for name in "ab"]
+    for one in both:
+        one.cpu = cpu
+        one.child.send = lambda job: order.append(job["do"])
+    measure(DENSE, both, Effort(rounds=2, replays=1))
+    rests = [] if cpu else [REST_S]
+    prepared = ["draw", "draw", "prepare", "prepare"]
+    assert order == [*prepared, *rests, "warm", "warm", *["time"] * 4]
+
+
+def test_the_clock_is_the_median_of_the_turns():
+    turns = [{"times_ms": [1.0], "clock_mhz": clock} for clock in (1980.0, None, 1700.0, 1710.0)]
+    (found,) = measure(DENSE, [contender("a", *READY, *turns)], Effort(rounds=4, replays=1))
+    assert found.outcome(DENSE, Protocol.GRAPH).clock_mhz == 1710.0
+    ended = bench_operator.ChildError("ended")
+    (found,) = measure(DENSE, [contender("a", *READY, turns[0], ended)], EFFORT)
+    assert found.outcome(DENSE, Protocol.GRAPH).clock_mhz is None
+
+
+def test_one_that_dies_while_it_warms_up_is_not_timed():
+    ended = bench_operator.ChildError("ended")
+    dying = contender("a", *READY[:2], ended)
+    (found,) = measure(DENSE, [dying], EFFORT)
+    assert (found.status, found.reason) == (Status.ERROR, "ended")
+    assert [job["do"] for job in dying.child.asked] == ["draw", "prepare", "warm"]
 
 
 def test_a_hang_ends_the_rest_and_a_second_crash_too():
@@ -242,7 +274,7 @@ def test_what_the_budget_has_no_time_for_is_left_out(monkeypatch):
 def measured(name, times, status=Status.PASS, **more):
     one = contender(name)
     one.version = "1"
-    return Measured(one, status, times_ms=list(times), **more)
+    return Measured(one, status, times_ms=list(times), clocks_mhz=[1711.6], **more)
 
 
 def test_rows_errors_and_ratios_are_recorded_and_reported(tmp_path, capsys):
@@ -262,6 +294,8 @@ def test_rows_errors_and_ratios_are_recorded_and_reported(tmp_path, capsys):
     assert "dense: fla: off" in capsys.readouterr().err
     lines = [line.split() for line in log.report().splitlines()]
     assert lines[2][:5] == ["dense", "flash_qla", "1", "PASS", "3.000000"]
+    assert (lines[0][6], lines[2][7]) == ("SM(MHz)", "1712")
+    assert [row.sm_mhz for row in rows] == [1712, 1712, None] * 2
     assert lines[-1] == ["packed", "flash_qla", "1", "3.000"]
     assert log.ours_right
     log.add(DENSE, [measured("gdn_prefill", (), Status.WRONG)])
@@ -306,7 +340,9 @@ def test_what_cannot_be_bound_says_so(monkeypatch):
     assert answer == {"version": get("gdn_prefill").version, "status": "PASS"}
     answer, prepared = operator_child.prepare(drawn)
     assert answer["status"] == "PASS" and max(answer["relative_l2"]) < LIMIT
-    assert len(operator_child.take(prepared, 4)["times_ms"]) == 4
+    assert operator_child.warm(prepared) == {}
+    taken = operator_child.take(prepared, 4)
+    assert (len(taken["times_ms"]), taken["clock_mhz"]) == (4, None)
     _, drawn = operator_child.draw({**job, "implementation": "gdn_prefill_lab"})
     answer, prepared = operator_child.prepare(drawn)
     assert (answer["status"], prepared) == ("ERROR", None) and "packed" in answer["reason"]

@@ -1,10 +1,13 @@
 """A round of optimisation: gates before times, and a report that says what was found."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from cases import Case, load_cases
 from harness import round as round_module
+from harness import round_report
 from harness.check import Status
 from harness.evaluate import Entry, Outcome
 from harness.metrics import Metric
@@ -108,6 +111,15 @@ def test_the_report_holds_prediction_gates_times_and_environment():
     assert "`python harness/round.py`" in text
     assert "torch 2.11.0" in text and "triton" not in text
     assert "Not taken. Where there are ncu and a GPU: `measure`" in text
+
+
+def test_a_time_below_the_fastest_clock_is_marked(monkeypatch):
+    said = {None: None, 1710.0: "throttled: at 1710 MHz"}
+    monkeypatch.setattr(round_report, "throttled", said.get)
+    assert "throttled" not in render(done())
+    slow = replace(outcome("v15", (0.5, 1.0)), clock_mhz=1710.0)
+    found = replace(done(), timings=[Timing(CASE, outcome("v7", (1.0, 2.0)), slow)])
+    assert "\n* long_low_gva, v15: throttled: at 1710 MHz\n" in render(found)
 
 
 def test_counters_stand_side_by_side():

@@ -12,18 +12,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness import timing
+from harness.device import max_sm_mhz
 from harness.timing import (
+    LEAD_CYCLES,
+    REST_S,
+    SPIN_CYCLES,
+    SPIN_OVERHEAD_US,
     HostTimer,
     NotCapturableError,
     Plan,
     Protocol,
     Sample,
+    Taken,
     capture,
     interleave,
     launch_untimed,
     make_timer,
+    median_clock,
     paired_ratio,
     percentile,
+    rest,
 )
 
 CPU = torch.device("cpu")
@@ -56,15 +65,35 @@ def test_paired_ratio_is_the_median_of_ratios():
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [({"warmup": -1}, "warmup is -1"), ({"repetitions": 0}, "repetitions is 0")],
+    [
+        ({"warmup": -1}, "warmup is -1"),
+        ({"repetitions": 0}, "repetitions is 0"),
+        ({"rest_s": -0.1}, "rest_s is -0.1"),
+        ({"rest_s": float("nan")}, "rest_s is nan"),
+    ],
 )
 def test_plans_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         Plan(**arguments)
 
 
+def test_only_measured_clocks_count():
+    assert median_clock([]) is median_clock([None, None]) is None
+    assert median_clock([None, 1700.0, 1980.0, 1900.0]) == 1900.0
+
+
+def test_a_gpu_rests_and_a_cpu_does_not(monkeypatch):
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    rest(CPU)
+    assert slept == []
+    rest(torch.device("cuda:0"))
+    rest(torch.device("cuda:0"), 0.25)
+    assert slept == [REST_S, 0.25] and REST_S > 0
+
+
 class FakeTimer:
-    """Counts; its nth call takes n milliseconds."""
+    """Counts; its nth call takes n milliseconds, behind a spin at 1000 + n MHz."""
 
     def __init__(self):
         self.order = []
@@ -72,7 +101,7 @@ class FakeTimer:
     def __call__(self, call):
         result = call()
         self.order.append(result)
-        return float(len(self.order)), result
+        return Taken(float(len(self.order)), result, 1000.0 + len(self.order))
 
     def synchronize(self):
         pass
@@ -89,6 +118,18 @@ def test_interleaving_rotates_and_warms_up():
     assert warm[:6] == ["a", "a", "b", "b", "c", "c"]
     assert timer.order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
     assert samples["a"].times_ms == (1.0, 6.0, 8.0)
+    assert samples["a"].clock_mhz == 1006.0
+
+
+def test_the_rest_is_between_what_was_queued_and_the_warm_up(monkeypatch):
+    said, timer = [], FakeTimer()
+    timer.synchronize = lambda: said.append("waited")
+    monkeypatch.setattr(timing, "rest", lambda device, seconds: said.append((device, seconds)))
+    interleave({"a": lambda: said.append("a")}, Plan(warmup=2, repetitions=1), timer, CPU)
+    assert said == ["waited", (CPU, REST_S), "a", "a", "waited", "a"]
+    said.clear()
+    interleave({"a": lambda: None}, Plan(warmup=1, repetitions=1, rest_s=0), timer, CPU)
+    assert said[1] == (CPU, 0)
 
 
 def test_untimed_launches_are_as_many():
@@ -101,8 +142,80 @@ def test_the_host_timer_keeps_the_clock_it_was_made_with(monkeypatch):
     timer = make_timer(CPU)
     assert isinstance(timer, HostTimer)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: pytest.fail("the patched clock"))
-    milliseconds, result = timer(lambda: "done")
-    assert (milliseconds >= 0, result) == (True, "done")
+    milliseconds, result, clock = timer(lambda: "done")
+    assert (milliseconds >= 0, result, clock) == (True, "done", None)
+
+
+class FakeGpu:
+    """A device whose SMs run at a clock in MHz: what is queued takes its time, and is noted.
+
+    An event and a launch take it a while; the host takes five microseconds to queue anything.
+    """
+
+    EVENT_US, LAUNCH_US, HOST_US = 1.0, SPIN_OVERHEAD_US - 1.0, 5.0
+
+    def __init__(self, mhz):
+        self.mhz, self.done, self.spins = mhz, [], []
+        self.now_us = self.host_us = 0.0
+
+    def queue(self, name, us):
+        self.host_us += self.HOST_US
+        self.now_us = max(self.now_us, self.host_us) + us
+        self.done.append(name)
+
+    def sleep(self, cycles):
+        self.spins.append(cycles)
+        self.queue("spin", cycles / self.mhz + self.LAUNCH_US)
+
+    def event(self):
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self, stream):
+                gpu.queue("event", gpu.EVENT_US)
+                self.at_us = gpu.now_us
+
+            def synchronize(self):
+                gpu.host_us = max(gpu.host_us, self.at_us)
+
+            def elapsed_time(self, other):
+                return (other.at_us - self.at_us) / 1e3
+
+        return Event
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    def make(mhz):
+        fake = FakeGpu(mhz)
+        monkeypatch.setattr(torch.cuda, "Event", fake.event())
+        monkeypatch.setattr(torch.cuda, "_sleep", fake.sleep)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+        return fake
+
+    return make
+
+
+@pytest.mark.parametrize("mhz", [1980.0, 1710.0])
+def test_the_spin_before_a_replay_tells_the_clock(fake_gpu, mhz):
+    fake = fake_gpu(mhz)
+    timer = make_timer(torch.device("cuda:0"), Protocol.GRAPH)
+    taken = timer(lambda: fake.queue("call", 50.0))
+    assert fake.spins == [LEAD_CYCLES, SPIN_CYCLES]
+    assert fake.done == ["spin", "event", "spin", "event", "call", "event"]
+    assert taken.ms == pytest.approx(0.051)
+    # Although the host is slow: spin and event are queued behind the other spin.
+    assert taken.clock_mhz == pytest.approx(mhz)
+
+
+def test_the_labs_protocol_has_its_two_events_and_no_clock(fake_gpu):
+    fake = fake_gpu(1980.0)
+    taken = make_timer(torch.device("cuda:0"), Protocol.OJ)(lambda: fake.queue("call", 50.0))
+    assert fake.done == ["event", "call", "event"]
+    assert taken.clock_mhz is None
 
 
 class Graph:
@@ -174,6 +287,15 @@ def test_graph_protocols_leave_host_time_out(gpu, protocol):
     called = [make_timer(gpu)(slow_host)[0] for _ in range(3)]
     assert sorted(in_graph)[4] < min(called) / 10
     assert torch.equal(replay()[0], x + 1)
+
+
+@pytest.mark.gpu
+def test_the_clock_of_a_rested_gpu_is_near_its_fastest(gpu):
+    x = torch.ones(1024, device=gpu)
+    replay = capture(lambda: x + 1, gpu)
+    timer = make_timer(gpu, Protocol.GRAPH)
+    sample = interleave({"": replay}, Plan(Protocol.GRAPH, 3, 30), timer, gpu)[""]
+    assert 0.97 * max_sm_mhz() < sample.clock_mhz < 1.02 * max_sm_mhz()
 
 
 @pytest.mark.gpu

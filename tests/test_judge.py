@@ -171,6 +171,46 @@ def test_ordinary_noise_is_not_doubted():
     assert doubts(0.05, seen=0.06, drain=0.005, rewritten=0.04, slack=GPU_SLACK) == []
 
 
+def clock_doubts(clock_mhz, seen_ms=1.5, fastest=1980.0):
+    """What the judge says of calls of 1 ms at that clock, which its own clock saw take seen_ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge_module, "max_sm_mhz", lambda: fastest)
+        return judge_module._doubtful_clock([_Call(1.0, 0.0, seen_ms, 0, clock_mhz)] * 4)
+
+
+def test_a_clock_must_fit_the_device_and_what_the_judge_saw():
+    assert clock_doubts(None) == clock_doubts(1980.0) == clock_doubts(1200.0) == []
+    assert clock_doubts(1200.0, fastest=None) == []
+    assert clock_doubts(2500.0) == ["it reports an SM clock of 2500 MHz, the fastest is 1980"]
+    # Its spin of 200000 cycles would take 0.8 ms, beside a call of 1 ms in 1.5.
+    assert "the judge's clock left no time" in clock_doubts(250.0)[0]
+    for none in (0.0, -1.0, float("nan"), float("inf")):
+        assert clock_doubts(none) == ["it reports an SM clock that is none"]
+
+
+def test_a_doubtful_clock_makes_a_trial_suspect(monkeypatch):
+    monkeypatch.setattr(judge_module, "_doubtful_clock", lambda calls: [f"{len(calls)} clocks"])
+    assert doubts(20.0) == ["4 clocks"]
+
+
+def test_the_rest_is_behind_checks_and_before_the_warm_up(monkeypatch):
+    said = []
+    original = judge_module.Channel.send
+
+    def spy(self, kind, payload=(), **fields):
+        said.append(kind)
+        original(self, kind, payload, **fields)
+
+    monkeypatch.setattr(judge_module.Channel, "send", spy)
+    monkeypatch.setattr(judge_module, "rest", lambda device, seconds: said.append(seconds))
+    plan = Plan(warmup=3, repetitions=4, rest_s=0.25)
+    judge(SUBMISSIONS / "honest.py", TINY, plan, CPU, "torch", 300)
+    behind = said.index(0.25)
+    assert said[behind - 4 : behind] == ["refresh", "go", "keep", "send"]
+    assert said[behind + 1 : behind + 6] == ["refresh", "go", "refresh", "go", "range"]
+    assert said.count(0.25) == 1
+
+
 def test_two_calls_prove_no_kept_result():
     assert doubts(20.0, untouched=5.0, count=2) == []
     assert "the judge's clock" in doubts(20.0, seen=60.0, count=2)[0]
@@ -206,3 +246,4 @@ def test_honest_passes_on_a_gpu(name, protocol):
     outcome = judge(SUBMISSIONS / f"{name}.py", SMALL, plan, torch.device("cuda:0"))
     assert (outcome.status, outcome.reason) == (Status.PASS, "")
     assert len(outcome.times_ms) == 30
+    assert (outcome.clock_mhz is not None) == (protocol is Protocol.GRAPH)

@@ -46,7 +46,7 @@ ROW = Row(
 def test_the_columns_are_the_agreed_ones():
     agreed = (
         "device,date,revision,implementation,version,scope,protocol,case,correctness,"
-        "median_ms,p20_ms,p80_ms,repetitions"
+        "median_ms,p20_ms,p80_ms,repetitions,sm_mhz"
     )
     assert ",".join(COLUMNS) == agreed
 
@@ -63,6 +63,11 @@ def test_the_columns_are_the_agreed_ones():
         ({"p20_ms": 0.0}, "must rise"),
         ({"repetitions": 0}, "must rise"),
         ({"correctness": "WRONG"}, "only a PASS"),
+        ({"sm_mhz": 0}, "sm_mhz is 0"),
+        (
+            {"sm_mhz": 1980, "median_ms": None, "p20_ms": None, "p80_ms": None, "repetitions": 0},
+            "go with a time",
+        ),
     ],
 )
 def test_what_a_row_may_not_be(change, message):
@@ -77,7 +82,7 @@ def untimed(row, correctness):
 
 
 def test_written_rows_are_read_back(tmp_path):
-    rows = [ROW, untimed(replace(ROW, case="wide_gva_state"), "WRONG")]
+    rows = [replace(ROW, sm_mhz=1710), ROW, untimed(replace(ROW, case="wide_gva_state"), "WRONG")]
     path = write_results("bench", rows, {"command": "x"}, root=tmp_path)
     assert path == tmp_path / "nvidia-h200" / "bench.csv"
     assert read_rows(path) == rows == load_rows(tmp_path)
@@ -118,6 +123,18 @@ def test_further_columns_are_allowed(tmp_path):
     assert read_rows(path) == [ROW]
 
 
+def test_a_file_from_before_clocks_were_taken_is_read_and_merged_into(tmp_path):
+    path = write_results("old", [ROW], {"date": 1}, root=tmp_path)
+    lines = path.read_text().splitlines()
+    assert lines[0].endswith(",repetitions,sm_mhz") and lines[1].endswith(",100,")
+    path.write_text("".join(line.rsplit(",", 1)[0] + "\n" for line in lines))
+    assert read_rows(path) == [ROW]
+    newer = replace(ROW, case="other", sm_mhz=1975)
+    write_results("old", [newer], {"date": 2}, root=tmp_path, merge=True)
+    assert read_rows(path) == [ROW, newer]
+    assert path.read_text().splitlines()[2].endswith(",100,1975")
+
+
 def test_a_missing_column_is_named(tmp_path):
     path = tmp_path / "less.csv"
     path.write_text("device,date\na,b\n")
@@ -139,11 +156,13 @@ def test_rows_of_two_devices_are_refused(tmp_path):
 
 def test_outcomes_become_rows_and_their_times_are_kept(tmp_path):
     stamp = Stamp("nvidia-h200", "2026-01-01", "abc")
-    timed = Outcome("c", "fla", "0.6.0", "full", "graph", Status.PASS, times_ms=(3.0, 1.0, 2.0))
+    times = (3.0, 1.0, 2.0)
+    timed = Outcome("c", "fla", "0.6.0", "full", "graph", Status.PASS, "", times, "", 1714.6)
     failed = Outcome("c", "ours", "1", "core", "oj", Status.TIMEOUT, "no answer")
     rows = [to_row(timed, stamp), to_row(failed, stamp)]
     assert (rows[0].median_ms, rows[0].repetitions) == (2.0, 3)
     assert rows[0].p20_ms == pytest.approx(1.4)
+    assert (rows[0].sm_mhz, rows[1].sm_mhz) == (1715, None)
     assert (rows[1].correctness, rows[1].median_ms) == ("TIMEOUT", None)
     path = write_results("x", rows, {}, [timed, failed], root=tmp_path)
     samples = json.loads(path.with_suffix(".samples.json").read_text())
