@@ -54,7 +54,8 @@ class Session:
             "usual": empty_like(self._sets[0]),
             "moved": empty_like(self._sets[0]),
         }
-        self._timer = make_timer(self._device, self._protocol)
+        # One call for each that the parent counts.
+        self._timer = make_timer(self._device, self._protocol, lead_replays=0)
         self._live = self._buffers["usual"]
         self._entry = lambda *_: None
         self._replay = None

@@ -205,10 +205,19 @@ def test_the_spin_before_a_replay_tells_the_clock(fake_gpu, mhz):
     timer = make_timer(torch.device("cuda:0"), Protocol.GRAPH)
     taken = timer(lambda: fake.queue("call", 50.0))
     assert fake.spins == [LEAD_CYCLES, SPIN_CYCLES]
-    assert fake.done == ["spin", "event", "spin", "event", "call", "event"]
+    ahead = ["spin", "event", "spin", "event"]
+    # The first call follows upon an idle device and is not timed.
+    assert fake.done == [*ahead, "call", "event", "call", "event"]
     assert taken.ms == pytest.approx(0.051)
     # Although the host is slow: spin and event are queued behind the other spin.
     assert taken.clock_mhz == pytest.approx(mhz)
+
+
+def test_the_judge_counts_every_call(fake_gpu):
+    fake = fake_gpu(1980.0)
+    timer = make_timer(torch.device("cuda:0"), Protocol.GRAPH, lead_replays=0)
+    timer(lambda: fake.queue("call", 50.0))
+    assert fake.done.count("call") == 1
 
 
 def test_the_labs_protocol_has_its_two_events_and_no_clock(fake_gpu):
