@@ -71,22 +71,17 @@ DATA = Data(
 def emulated(monkeypatch):
     """run_cuda runs on the CPU, its kernels in the emulator; any finding raises.
 
-    Set `schedules` of what is returned to run the forward kernel under these, one after the other,
-    and `sms` for a device of so many.
+    Set `schedules` of what is returned to run the forward kernel under these, one after the other.
     """
     layer = Runtime()
     layer.schedules = lambda program: ("roundrobin",)
-    layer.sms = 132
 
     def compiled(prim_func, pass_configs):
         program = Program(prim_func)
 
         def launch(*arguments):
             forward = "operator_forward" in str(prim_func.attrs["global_symbol"])
-            taken = counter(program, arguments) if forward else torch.zeros(1)
-            begun = taken.clone()
             for schedule in layer.schedules(program) if forward else ("roundrobin",):
-                taken.copy_(begun)
                 report = emulate(program, *arguments, pass_configs=pass_configs, schedule=schedule)
                 assert report.ok, str(report)
 
@@ -96,16 +91,10 @@ def emulated(monkeypatch):
     for module in (operator_forward, preprocess):
         monkeypatch.setattr(module, "RUNTIME", layer)
     for module in (operator_forward, preprocess):
-        monkeypatch.setattr(module, "sm_count", lambda _: layer.sms)
+        monkeypatch.setattr(module, "sm_count", lambda _: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(operator, "implementation", lambda *_: operator_cuda.run_cuda)
     return layer
-
-
-def counter(program, arguments):
-    """Of the items that a launch takes, which it leaves as it ends."""
-    names = [buffer.name if buffer is not None else param.name for param, buffer in program.params]
-    return arguments[names.index("schedule")][:1]
 
 
 def planned(monkeypatch, plan):
@@ -191,29 +180,6 @@ def test_both_tiles(emulated, monkeypatch, tile):
     variant = replace(PLAIN, packed=INT32, initial=FP32, l2norm=True)
     check(variant, replace(DATA, lengths=(70, 0, 129), garbage=float("nan")), "cpu", "auto")
     assert [config.block_dv for config in forward_configs(emulated)] == [tile]
-
-
-@pytest.mark.parametrize("sms", [1, 3, 5])
-@pytest.mark.parametrize("name", ["packed", "dense", "norms", "fp16", "pool in place"])
-def test_ctas_go_through_several_sequences(emulated, monkeypatch, name, sms):
-    planned(monkeypatch, CorePlan(128))
-    emulated.sms = sms
-    variant, data = CASES[name]
-    if variant.packed is None:
-        data = replace(data, lengths=(130, 130, 130))
-    check(replace(variant, heads=(2, 4)), data, "cpu", "auto")
-
-
-def test_ctas_go_through_several_sequences_under_every_schedule(emulated, monkeypatch):
-    emulated.schedules = lambda program: (
-        *(f"random:{seed}" for seed in range(3)),
-        *adversarial(program.roles),
-    )
-    emulated.sms = 2
-    planned(monkeypatch, CorePlan(128))
-    variant = replace(PLAIN, heads=(1, 1), packed=INT32, initial=FP32, l2norm=True)
-    data = replace(DATA, lengths=(65, 0, 130, 1, 0, 64), garbage=float("nan"), surplus=1)
-    check(variant, data, "cpu", "auto")
 
 
 def forward_configs(layer):

@@ -35,13 +35,15 @@ class StandIn:
     def prepare(self, *operands, **named):
         PREPARE.bind(*operands, **named)
         self.launches.append("prepare")
-        k, g, beta, A, gate, beta_out, schedule = operands
+        k, g, beta, A, gate, beta_out = operands
         cu_seqlens = named["cu_seqlens"]
         parameters = [named[name] for name in ("A_log", "dt_bias") if named[name] is not None]
         assert all(t.is_contiguous() for t in (g, beta, *parameters))
         assert preprocess.strides_allowed(k)
         assert all(t.dtype == torch.float32 for t in parameters)
-        for table in (A, gate, beta_out, schedule, named["query_norm"], named["key_norm"]):
+        tables = (A, gate, beta_out, named["query_norm"], named["key_norm"], named["order"])
+        assert (cu_seqlens is None) == (named["order"] is None)
+        for table in tables:
             if table is not None:
                 table.fill_(1)
         self.prepared = (k, g, beta, cu_seqlens, named)

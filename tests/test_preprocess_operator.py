@@ -136,25 +136,25 @@ def poisoned(case: Case) -> dict[str, Tensor]:
         "beta": scalars(Hv),
         "query_norm": scalars(Hq),
         "key_norm": scalars(Hq),
-        "schedule": torch.full((schedule_length(case),), -7, dtype=torch.int32, device=device),
+        "order": torch.full((sequence_count(case),), -7, dtype=torch.int32, device=device),
     }
 
 
-def schedule_length(case: Case) -> int:
-    return 1 + len(case.sequences) if case.config.packed else 1
+def sequence_count(case: Case) -> int:
+    return len(case.inputs["cu_seqlens"]) - 1 if case.config.packed else 1
 
 
-def expected_schedule(case: Case) -> list[int]:
-    """0, and of packed sequences their numbers, by classes of length."""
+def expected_order(case: Case) -> list[int]:
+    """The numbers of packed sequences, by classes of length."""
     if not case.config.packed:
-        return [0]
-    lengths = [end - first for _, first, end in case.sequences]
+        return [-7]
+    lengths = case.inputs["cu_seqlens"].diff().tolist()
     eighth = case.shape[1] // (8 * len(lengths))
 
     def kind(n):
         return next(k for k, least in enumerate(CLASSES) if lengths[n] >= least * eighth)
 
-    return [0, *sorted(range(len(lengths)), key=kind)]
+    return sorted(range(len(lengths)), key=kind)
 
 
 def expected(case: Case) -> dict[str, Tensor]:
@@ -198,7 +198,7 @@ def expected(case: Case) -> dict[str, Tensor]:
 
 def check(case: Case, found: dict[str, Tensor]) -> None:
     wanted = expected(case)
-    assert found["schedule"].tolist() == expected_schedule(case)
+    assert found["order"].tolist() == expected_order(case)
     for name, want in wanted.items():
         got = found[name].double()
         written, wrong = ~got.isnan(), "not written" if want.isnan().sum() == 0 else "where written"
@@ -236,7 +236,7 @@ def arguments(case: Case, outputs: dict[str, Tensor], ctas: int) -> tuple:
         outputs["beta"],
         outputs["query_norm"] if config.l2norm else dummy,
         outputs["key_norm"] if config.l2norm else dummy,
-        outputs["schedule"],
+        outputs["order"] if config.packed else dummy,
         ctas,
     )
 
@@ -278,6 +278,7 @@ def run_on_host(tmp_path_factory):
         sizes |= {"key_stride": x["k"].stride(1), "query_stride": x["q"].stride(1)}
         if case.config.packed:
             sizes["boundaries"] = x["cu_seqlens"].shape[0]
+            sizes["sequences"] = sizes["boundaries"] - 1
         named = {("beta_out" if name == "beta" else name): y for name, y in outputs.items()}
         compiled(case.config).launch(blocks, seed, **x, **named, **sizes)
         return outputs
@@ -368,8 +369,9 @@ def without(case: Case, outputs: dict[str, Tensor], rows: slice) -> dict[str, Te
     """The outputs with NaN in some rows."""
     outputs = {name: x.clone() for name, x in outputs.items()}
     for name, x in outputs.items():
-        at = (slice(None), rows) if name == "A" else (slice(None), slice(None), rows)
-        x[at] = torch.nan
+        if name != "order":
+            at = (slice(None), rows) if name == "A" else (slice(None), slice(None), rows)
+            x[at] = torch.nan
     return outputs
 
 
@@ -451,7 +453,6 @@ def call(case: Case, outputs: dict[str, Tensor]) -> None:
         outputs["A"],
         outputs["gate"],
         outputs["beta"],
-        outputs["schedule"],
         q=x["q"] if config.l2norm else None,
         **({name: outputs[name] for name in norms} if config.l2norm else {}),
         gate_mode=config.gate,
@@ -459,6 +460,7 @@ def call(case: Case, outputs: dict[str, Tensor]) -> None:
         dt_bias=x["dt_bias"] if config.dt_bias else None,
         beta_mode=config.beta,
         cu_seqlens=x.get("cu_seqlens"),
+        order=outputs["order"] if config.packed else None,
     )
 
 
@@ -508,8 +510,11 @@ def test_outputs_and_bytes():
     outputs = host.operator_outputs(2, 70, 3, 6, torch.float16, l2norm=True)
     case = make_case((3, 6), 70, batch=2, dtype="float16", l2norm=True)
     for name, tensor in poisoned(case).items():
-        name = "beta_out" if name == "beta" else name
-        assert outputs[name] == (tuple(tensor.shape), tensor.dtype)
+        if name != "order":
+            name = "beta_out" if name == "beta" else name
+            assert outputs[name] == (tuple(tensor.shape), tensor.dtype)
+    packed = host.operator_outputs(1, 70, 3, 6, sequences=5)
+    assert packed["order"] == ((5,), torch.int32)
     assert host.operator_bytes(2, 70, 3, 6) == 2 * 70 * 6 * (64 * 2 + 4 + 4)
     assert host.operator_bytes(2, 70, 3, 6, l2norm=True) == 2 * 70 * (6 * 136 + 3 * 8)
 

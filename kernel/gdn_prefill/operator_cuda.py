@@ -52,7 +52,6 @@ def run_cuda(
             A,
             gate,
             beta,
-            workspace["schedule"],
             q=x.q if options.use_qk_l2norm else None,
             query_norm=query_norm,
             key_norm=key_norm,
@@ -61,6 +60,7 @@ def run_cuda(
             dt_bias=x.dt_bias,
             beta_mode=beta_mode(options),
             cu_seqlens=x.cu_seqlens,
+            order=workspace.get("order"),
         )
         launch_forward(
             x.q,

@@ -18,7 +18,7 @@ from torch import Tensor
 from .dispatch import PRODUCTS, TILES, core_plan
 from .runtime import RUNTIME, sm_count
 from .split import CorePlan
-from .validation import CHUNK
+from .validation import CHUNK, HEAD_DIM
 
 if TYPE_CHECKING:
     from .specialisations import Specialisation
@@ -68,8 +68,8 @@ def launch_forward(
         final_state, final_rows: the same for what is written, below 0 writes nothing.
         states: [rows, Hv, 128, 128] or None; states_starts: [N + 1] int64 or int32, each
             sequence's first row there; rows past the end of `states` are dropped.
-        workspace: schedule as prepare_operator wrote it, and what a split over time needs between
-            its launches, by the names of CorePlan.workspaces().
+        workspace: with cu_seqlens order as prepare_operator wrote it, and what a split over time
+            needs between its launches, by the names of CorePlan.workspaces().
         scale: factor of the output.
         states_every, states_before: keep the state before the chunks that start at multiples of
             this many tokens, in row start + i, or else after each full so many, in
@@ -128,9 +128,10 @@ def launch_forward(
         absent if tensor is None else tensor
         for tensor in (initial_state, final_state, states, query_norm, key_norm)
     )
-    persistent = kernels["forward"].config.persistent
-    ctas = min(sequences * heads_v, sm_count(q.device)) if persistent else 1
-    schedule = workspace["schedule"] if persistent else words(None, absent)[0]
+    # CTAs that all run at once may begin in any order.
+    ctas = sequences * heads_v * HEAD_DIM // plan.block_dv
+    ordered = cu_seqlens is not None and ctas > sm_count(q.device)
+    order = workspace["order"] if cu_seqlens is not None else absent.view(torch.int32)
     segment_states, length = absent, 0
     if plan.cut is not None:
         length = plan.cut.chunks_per_segment
@@ -139,7 +140,7 @@ def launch_forward(
         )
         between = (segment_states, transitions, residuals, decays)
 
-    def forward(first_segment, launched, beside=0):
+    def forward(first_segment, segments, beside=0):
         launchers["forward"](
             q,
             k,
@@ -150,7 +151,7 @@ def launch_forward(
             query_norm,
             key_norm,
             bounds,
-            schedule,
+            order,
             initial_state,
             reads,
             segment_states,
@@ -163,6 +164,7 @@ def launch_forward(
             kernels["forward"].config.flush_limit(batch_invariant),
             sequences,
             bounds_step,
+            int(ordered),
             reads_step,
             writes_step,
             starts_step,
@@ -171,12 +173,12 @@ def launch_forward(
             int(not states_before),
             length,
             first_segment,
-            launched,
+            segments,
             beside,
         )
 
     if plan.cut is None:
-        forward(0, ctas)
+        forward(0, 1)
         return
     if "scan" in launchers:
         launchers["summary"](k, v, A, gate, beta, key_norm, *between, length)

@@ -94,7 +94,6 @@ def prepare_operator(
     A: Tensor,
     gate: Tensor,
     beta_out: Tensor,
-    schedule: Tensor,
     *,
     q: Tensor | None = None,
     query_norm: Tensor | None = None,
@@ -104,15 +103,16 @@ def prepare_operator(
     dt_bias: Tensor | None = None,
     beta_mode: str = "plain",
     cu_seqlens: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> None:
-    """Stage one of the operator: fills A, gate, beta_out, schedule and, given q, query_norm and
-    key_norm.
+    """Stage one of the operator: fills A, gate, beta_out, given q also query_norm and key_norm, and
+    given cu_seqlens order.
 
     k, q [B, T, Hq, 128] bf16 or fp16, contiguous or as ``strides_allowed`` says; g, beta [B, T, Hv]
     fp32, bf16 or fp16; A_log, dt_bias [Hv] fp32, with gate_mode "raw"; cu_seqlens [N + 1] int32 or
     int64 on the device, then B is 1. A [B, T, Hv, 64] of k's dtype; gate, beta_out [B, Hv, T] and
-    the norms [B, Hq, T] fp32. schedule int32: [1] = 0, or [1 + N] with the sequences after it in the
-    order in which the forward kernel begins them, longer ones first. All but k and q contiguous.
+    the norms [B, Hq, T] fp32; order [N] int32, the sequences in the order in which the forward
+    kernel begins them, longer ones first. All but k and q contiguous.
 
     gate_mode: g is "log", the logarithm of the decay, "linear", the decay, or "raw": the logarithm
     is -exp(A_log) softplus(g + dt_bias). beta_mode: "plain", "sigmoid", "twice_sigmoid".
@@ -139,11 +139,11 @@ def prepare_operator(
     ctas = grid(config, k.shape[0], k.shape[1], sm_count(k.device), sequences)
     # the kernel has a place for every option's tensors and does not look at those it lacks
     absent = gate.view(-1)[:1]
-    q, query_norm, key_norm, A_log, dt_bias, cu_seqlens = (
+    q, query_norm, key_norm, A_log, dt_bias, cu_seqlens, order = (
         absent if tensor is None else tensor
-        for tensor in (q, query_norm, key_norm, A_log, dt_bias, cu_seqlens)
+        for tensor in (q, query_norm, key_norm, A_log, dt_bias, cu_seqlens, order)
     )
-    results = (A, gate, beta_out, query_norm, key_norm, schedule)
+    results = (A, gate, beta_out, query_norm, key_norm, order)
     launch(q, k, g, beta, A_log, dt_bias, cu_seqlens, *results, ctas)
 
 
@@ -238,8 +238,9 @@ def operator_outputs(
         "A": ((B, T, Hv, CHUNK), dtype),
         "gate": ((B, Hv, T), torch.float32),
         "beta_out": ((B, Hv, T), torch.float32),
-        "schedule": ((1 if sequences is None else 1 + sequences,), torch.int32),
     }
+    if sequences is not None:
+        outputs["order"] = ((sequences,), torch.int32)
     if l2norm:
         outputs |= {
             "query_norm": ((B, Hq, T), torch.float32),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,8 +50,6 @@ BINARY = {
     "GE": operator.ge,
 }  # fmt: skip
 ONE = np.float32(1)
-# CTAs run in forked processes, over the same tensors.
-ATOMIC = multiprocessing.get_context("fork").Lock()
 FUNCTIONS = {
     "exp": np.exp, "exp2": np.exp2, "exp10": lambda x: np.power(np.float32(10), x), "log": np.log,
     "log2": np.log2,
@@ -255,34 +252,6 @@ class Expressions:
                 (lane ^ mask) // width == lane // width, lane ^ mask, lane
             ),
         )
-
-    def call_atomic_add_ret_elem_op(self, e) -> Closure:
-        """Atomic addition to an element of a tensor by one thread: what was there before."""
-        pointer, amount = e.args[0], self.compile(e.args[1])
-        if not (kind(pointer) == "Call" and op_name(pointer) == "access_ptr"):
-            raise UnsupportedOperation(f"atomic addition at {pointer}")
-        target = pointer.args[0]
-        spec = self.spec_of(target.buffer)
-        if spec.scope != "global" or is_float(spec.dtype) or self.scope.parallel:
-            raise UnsupportedOperation(
-                f"atomic addition to {spec.name}: integers in global memory, outside T.Parallel"
-            )
-        index = self.index(target.buffer, target.indices)
-
-        def add(role):
-            if role.active_count != 1:
-                raise UnsupportedOperation(
-                    f"atomic addition by {role.active_count} threads of {role.name} at once",
-                    where=role.where(),
-                )
-            tile = role.buffers[spec.key]
-            at = index(role, tile.arr.shape).key
-            with ATOMIC:
-                before = np.asarray(tile.arr[at]).item()
-                tile.arr[at] = before + int(uniform(role, amount(role)))
-            return before
-
-        return add
 
     # ---- buffers ----
     def spec_of(self, buffer) -> BufferSpec:

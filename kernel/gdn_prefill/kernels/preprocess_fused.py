@@ -616,7 +616,7 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
     """All items of a CTA.
 
     inputs: q, k, g, beta, A_log, dt_bias, cu_seqlens; outputs: A and gate, beta, query_norm,
-    key_norm, schedule, or sums alone: the gate's sums token by token as the lab's entry wants them.
+    key_norm, order, or sums alone: the gate's sums token by token as the lab's entry wants them.
     """
     heads_v, group = config.heads_v, config.group
     groups = head_groups(heads_v)
@@ -694,7 +694,7 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
             for name in ("first", "last", "sequence", "begin", "end", "chunk", "other")
         }
     )
-    order = SimpleNamespace(
+    ordering = SimpleNamespace(
         **{
             name: T.alloc_local((1,), "int32")
             for name in ("mine", "position", "begun", "member", "length")
@@ -732,14 +732,11 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
         for stage in tuple(range(stages)):
             fetch_keys(config, inputs.k, tiles, k_loaded, here, stage, stage)
         fetch_gates(config, inputs, here, warp, lane, raw)
-    if outputs.sums is None and block == ctas - 1:
-        if thread == 0:
-            outputs.schedule[0] = 0
-        if config.packed:
-            T.sync_threads()  # the totals are read
-            order_sequences(
-                inputs.cu_seqlens, sequences, tokens, thread, order, tiles.totals, outputs.schedule
-            )
+    if config.packed and block == ctas - 1:
+        T.sync_threads()  # the totals are read
+        order_sequences(
+            inputs.cu_seqlens, sequences, tokens, thread, ordering, tiles.totals, outputs.order
+        )
     # the blocks above the diagonal stay zero
     for i in T.unroll(4):
         zeros[i] = 0
@@ -871,19 +868,19 @@ def fused_preprocess_kernel(config: PreprocessConfig):
 
 def operator_preprocess_kernel(config: OperatorPreprocessConfig):
     """PrimFunc(q, k, g, beta, A_log, dt_bias, cu_seqlens, A, gate, beta_out, query_norm, key_norm,
-    schedule, ctas): stage one of the operator in one launch of ``grid`` CTAs.
+    order, ctas): stage one of the operator in one launch of ``grid`` CTAs.
 
     q, k [B, T, Hq, 128] and A [B, T, Hv, 64], written, in config.dtype; g and beta [B, T, Hv] in
     their dtypes; A_log, dt_bias [Hv] fp32; cu_seqlens [N + 1]; gate (the natural logarithm of the
     decay, summed within every chunk of a sequence) and beta_out [B, Hv, T] fp32, query_norm and
     key_norm [B, Hq, T] fp32, written. With config.strided q and k have a token stride each, a batch
     stride of T of those, and heads 128 apart. What an option that is off would need is a
-    one-element fp32 dummy. Rows past the last sequence are left alone. schedule int32, written: 0,
-    then with cu_seqlens the sequences in the order in which the forward kernel begins them.
+    one-element fp32 dummy. Rows past the last sequence are left alone. order [N] int32, written
+    with cu_seqlens: the sequences in the order in which the forward kernel begins them.
     """
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
     heads_q, heads_v = config.heads_q, config.heads_v
-    boundaries = T.dynamic("boundaries")
+    boundaries, sequences = T.dynamic("boundaries"), T.dynamic("sequences")
     dtype, fp32 = config.dtype, "float32"
     time = config.layout == "time"
 
@@ -912,7 +909,7 @@ def operator_preprocess_kernel(config: OperatorPreprocessConfig):
         beta_out: scalars(heads_v),
         query_norm: scalars(heads_q) if config.l2norm else T.Tensor((1,), fp32),
         key_norm: scalars(heads_q) if config.l2norm else T.Tensor((1,), fp32),
-        schedule: T.Tensor((boundaries if config.packed else 1,), "int32"),
+        order: T.Tensor((sequences,), "int32") if config.packed else T.Tensor((1,), fp32),
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as (block,):
@@ -929,9 +926,11 @@ def operator_preprocess_kernel(config: OperatorPreprocessConfig):
                 beta=beta_out,
                 query_norm=query_norm,
                 key_norm=key_norm,
-                schedule=schedule,
+                order=order,
             )
-            sequences = boundaries - 1 if config.packed else 0
-            preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, ctas)
+            preprocess_items(
+                *(config, inputs, outputs, batch, tokens),
+                *(sequences if config.packed else 0, block, ctas),
+            )
 
     return gdn_operator_preprocess

@@ -87,28 +87,28 @@ def find(cu_seqlens, chunk, search, found_shared, slot):
 
 
 @T.macro
-def order_sequences(cu_seqlens, sequences, tokens, thread, order, totals_shared, schedule):
-    """schedule[1:] = the sequences, longest first by CLASSES, in their own order within a class.
+def order_sequences(cu_seqlens, sequences, tokens, thread, at, totals_shared, order):
+    """order = the sequences, longer ones first by CLASSES, in their own order within a class.
 
-    order: scalars of the thread. A CTA that goes through long sequences last would keep the others
-    waiting. By one CTA, a class at a time.
+    at: scalars of the thread. A long sequence that is begun last keeps the whole launch waiting. By
+    one CTA, a class at a time.
     """
     share = T.ceildiv(sequences, THREADS)
-    order.begun[0] = 0
+    at.begun[0] = 0
     for number in tuple(range(len(CLASSES))):
-        order.mine[0] = 0
+        at.mine[0] = 0
         for s in T.serial(share):
-            classify(cu_seqlens, sequences, tokens, thread * share + s, number, order)
-            order.mine[0] += order.member[0]
-        sum_before(order.mine, order.position, order.member, thread, totals_shared)
-        order.position[0] += order.begun[0]
+            classify(cu_seqlens, sequences, tokens, thread * share + s, number, at)
+            at.mine[0] += at.member[0]
+        sum_before(at.mine, at.position, at.member, thread, totals_shared)
+        at.position[0] += at.begun[0]
         for w in tuple(range(WARPS)):
-            order.begun[0] += totals_shared[w]
+            at.begun[0] += totals_shared[w]
         for s in T.serial(share):
-            classify(cu_seqlens, sequences, tokens, thread * share + s, number, order)
-            if order.member[0] != 0:
-                schedule[1 + order.position[0]] = thread * share + s
-                order.position[0] += 1
+            classify(cu_seqlens, sequences, tokens, thread * share + s, number, at)
+            if at.member[0] != 0:
+                order[at.position[0]] = thread * share + s
+                at.position[0] += 1
         T.sync_threads()  # totals_shared is read
 
 
@@ -118,13 +118,12 @@ def least_length(number, tokens, sequences):
 
 
 @T.macro
-def classify(cu_seqlens, sequences, tokens, sequence, number, order):
-    """order.member = 1 if it is a sequence of that class, else 0."""
-    order.member[0] = 0
+def classify(cu_seqlens, sequences, tokens, sequence, number, at):
+    """at.member = 1 if it is a sequence of that class, else 0."""
+    at.member[0] = 0
     if sequence < sequences:
-        order.length[0] = T.cast(cu_seqlens[sequence + 1] - cu_seqlens[sequence], "int32")
-        if order.length[0] >= least_length(number, tokens, sequences):
-            order.member[0] = 1
-        if number > 0:
-            if order.length[0] >= least_length(number - 1, tokens, sequences):
-                order.member[0] = 0
+        at.length[0] = T.cast(cu_seqlens[sequence + 1] - cu_seqlens[sequence], "int32")
+        if at.length[0] >= least_length(number, tokens, sequences):
+            at.member[0] = 1
+        if number > 0 and at.length[0] >= least_length(number - 1, tokens, sequences):
+            at.member[0] = 0

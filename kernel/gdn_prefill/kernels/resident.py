@@ -78,7 +78,7 @@ def resident_cta(config, place, scale, inputs, hooks):
         TC.pdl_sync()  # launched before the launch that it reads from has ended
     tile = TILES[config.block_dv]
     memory = tile.cta_memory(config)
-    if config.packed and not config.persistent:
+    if config.packed:
         if place.chunks > 0:
             tile.run_roles(config, place, scale, inputs, hooks, memory)
         else:
@@ -217,7 +217,6 @@ def _sequences(config: ResidentConfig):
                 dv=block % slices * dv,
                 tokens=tokens,
                 chunks=T.ceildiv(tokens, CHUNK),
-                before=0,
                 flush_limit=FLUSH_LIMIT,
             )
             resident_cta(config, place, scale, inputs, LAB)
@@ -283,7 +282,6 @@ def _segments(config: ResidentConfig):
                 beside=beside,
                 tokens=tokens - first,
                 chunks=T.min(chunks_per_segment, T.ceildiv(tokens - first, CHUNK)),
-                before=0,
                 flush_limit=FLUSH_LIMIT,
             )
             resident_cta(config, place, scale, inputs, LAB)

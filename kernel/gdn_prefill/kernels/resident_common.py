@@ -17,7 +17,6 @@ the loads and dropped by the store. The gate of such a row repeats that of the l
 beta is 0. Where another sequence follows, resident_operator.py sees to its rows.
 """
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from types import SimpleNamespace
 
@@ -122,11 +121,6 @@ class TileConfig:
             )
 
     @property
-    def persistent(self) -> bool:
-        """Does a CTA go through several sequences: see resident_items.py."""
-        return False
-
-    @property
     def state_groups(self) -> int:
         return self.block_dv // TILE
 
@@ -162,20 +156,11 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """One chunk: its number and its place in the ring of input stages, an int where unrolled.
-
-    before: chunks of the sequences that the CTA has been through.
-    """
+    """One chunk: its number and its place in the ring of input stages, an int where unrolled."""
 
     chunk: object
     stage: object
     round: object
-    before: object = 0
-
-    @property
-    def count(self):
-        """Its number among all chunks of the CTA."""
-        return self.before + self.chunk
 
     @property
     def filled(self):
@@ -199,9 +184,8 @@ def set_registers(config, role):
     T.set_max_nreg(count, 1 if count > launch_registers(config) else 0)
 
 
-def step(config, chunk, before=0) -> Step:
-    count = before + chunk
-    return Step(chunk, count % config.stages, count // config.stages, before)
+def step(config, chunk) -> Step:
+    return Step(chunk, chunk % config.stages, chunk // config.stages)
 
 
 def rolled(extent):
@@ -227,7 +211,7 @@ def following(config, here) -> Step:
         return Step(
             here.chunk + 1, 0 if wraps else here.stage + 1, here.round + 1 if wraps else here.round
         )
-    return step(config, here.chunk + 1, here.before)
+    return step(config, here.chunk + 1)
 
 
 def state_parts(registers) -> tuple:
@@ -338,63 +322,24 @@ def store_tile(config, place, chunk, inputs, tiles):
     )
 
 
-# --- sequences of a CTA
-Role = Callable[[SimpleNamespace, SimpleNamespace], None]  # of a place and its inputs
-
-
-def visit_once(config, place, inputs, memory, role: Role) -> None:
-    role(place, inputs)
-
-
-# How a role comes to its sequences, each(config, place, inputs, memory, role), and how the producer
-# warp does. Here to the one at place.
-ONCE = SimpleNamespace(each=visit_once, produce=visit_once)
-
-
 # --- service group
-def loads(config, roles, memory) -> Role:
-    def role(place, inputs):
-        producer_warp(config, place, inputs, roles, memory.tiles, memory.barriers)
-
-    return role
-
-
-def stores(config, thread, hooks, roles, memory) -> Role:
-    def role(place, inputs):
-        roles.writer_warp(config, place, thread, inputs, hooks, memory.tiles, memory.barriers)
-
-    return role
-
-
-def gates_of(config, token, scale, hooks, roles, memory) -> Role:
-    def role(place, inputs):
-        gate_warps(
-            *(config, place, token, scale, inputs, hooks, roles),
-            *(memory.tiles, memory.barriers, memory.gates),
-        )
-
-    return role
-
-
 @T.macro
-def service_role(config, place, lane, scale, inputs, hooks, roles, memory, visit):
+def service_role(config, place, lane, scale, inputs, hooks, roles, memory):
     """A producer warp, a writer warp and the gate warps."""
+    tiles, barriers = memory.tiles, memory.barriers
     if lane < WARP:
-        visit.produce(config, place, inputs, memory, loads(config, roles, memory))
+        producer_warp(config, place, inputs, roles, tiles, barriers)
     elif lane < 2 * WARP:
-        roles.open_output(memory.barriers)
-        visit.each(config, place, inputs, memory, stores(config, lane - WARP, hooks, roles, memory))
+        roles.writer_warp(config, place, lane - WARP, inputs, hooks, tiles, barriers)
     else:
         token = lane - 2 * WARP
-        visit.each(
-            config, place, inputs, memory, gates_of(config, token, scale, hooks, roles, memory)
-        )
+        gate_warps(config, place, token, scale, inputs, hooks, roles, tiles, barriers, memory.gates)
 
 
 @T.macro
 def producer_warp(config, place, inputs, roles, tiles, barriers):
     for chunk in rolled(place.chunks):
-        here = step(config, chunk, place.before)
+        here = step(config, chunk)
         first = chunk * CHUNK
         tokens = slice(first, first + CHUNK)
         T.barrier_wait(barriers.inputs_free[here.stage], here.freed)
@@ -478,7 +423,7 @@ def gate_warps(config, place, token, scale, inputs, hooks, roles, tiles, barrier
     gates.pending[0] = 0.0
     hooks.fetch_gates(config, place, 0, token, inputs, gates.coming)
     for chunk in rolled(place.chunks):
-        here = step(config, chunk, place.before)
+        here = step(config, chunk)
         stage = here.stage
         take_gates(gates)
         # On its way while this chunk waits: a load takes about as long as a chunk does.

@@ -47,7 +47,6 @@ from .resident_common import (
     FULL_ROW,
     GATE_WARPS,
     HEAD_DIM,
-    ONCE,
     SCORE_SLOTS,
     TILE,
     WARP,
@@ -474,11 +473,6 @@ def stage_values(config, place, tokens, here, inputs, tiles, barriers):
 
 
 @T.macro
-def open_output(barriers):
-    """The tile's readers wait for what has been stored, not for leave to begin."""
-
-
-@T.macro
 def writer_warp(config, place, thread, inputs, hooks, tiles, barriers):
     for chunk in rolled(place.chunks):
         T.barrier_wait(barriers.output_ready[0], chunk % 2)
@@ -518,7 +512,6 @@ def close_inputs(config, place, barriers):
 
 SERVICE = SimpleNamespace(
     stage_values=stage_values,
-    open_output=open_output,
     writer_warp=writer_warp,
     write_factors=write_factors,
     announce_inputs=announce_inputs,
@@ -543,7 +536,7 @@ def run_roles(config, place, scale, inputs, hooks, memory):
     else:
         set_registers(config, "service")
         lane = thread - config.service_thread
-        service_role(config, place, lane, scale, inputs, hooks, SERVICE, memory, ONCE)
+        service_role(config, place, lane, scale, inputs, hooks, SERVICE, memory)
 
 
 def cta_memory(config) -> SimpleNamespace:

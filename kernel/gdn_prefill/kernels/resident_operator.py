@@ -96,10 +96,6 @@ class OperatorConfig(TileConfig):
             raise ValueError("segmented=True: packed sequences and kept states are not split")
 
     @property
-    def persistent(self) -> bool:
-        return self.block_dv == HEAD_DIM and not self.segmented
-
-    @property
     def keeps_states(self) -> bool:
         return self.kept_states is not None
 
@@ -384,8 +380,6 @@ HOOKS = SimpleNamespace(
 
 def first_token(config, cu_seqlens, sequence, cu_step, segment, chunks_per_segment):
     """Where the CTA's tokens begin in their row of the batch."""
-    if config.persistent:
-        return 0
     if config.packed:
         return cu_seqlens[sequence * cu_step]
     return segment * chunks_per_segment * CHUNK if config.segmented else 0
@@ -393,8 +387,6 @@ def first_token(config, cu_seqlens, sequence, cu_step, segment, chunks_per_segme
 
 def tokens_from(config, cu_seqlens, sequence, cu_step, begin, tokens, chunks_per_segment):
     """How many they are."""
-    if config.persistent:
-        return tokens
     if config.packed:
         return cu_seqlens[(sequence + 1) * cu_step] - begin
     return T.min(tokens - begin, chunks_per_segment * CHUNK) if config.segmented else tokens
@@ -410,7 +402,7 @@ def operator_kernel(config: OperatorConfig):
             of config.dtype
         gate, beta [B, Hv, T], query_norm, key_norm [B, Hq, T] fp32
         cu_seqlens [cu_step (N + 1)] int32
-        schedule [1 + N], or [1] without cu_seqlens, int32, if config.persistent: resident_items.py
+        order [N] int32, read if order_step is 1: the sequences in the order in which they are begun
         initial_state, final_state, kept_states [rows, Hv, 128, 128], rows apart by any stride
         initial_rows, final_rows, kept_starts int32, entry n at n times their step
         segment_states [segments - 1, B, Hv, 128 (dv), 128 (dk)] fp32
@@ -420,7 +412,7 @@ def operator_kernel(config: OperatorConfig):
         kept_every chunks; kept_after = 0: before chunks whose number it divides, in row start + i;
         1: after every so many full ones, in row start + i - 1
         chunks_per_segment, first_segment, launched, beside int32, read if config.segmented: see
-            resident.py; launched of a persistent kernel: CTAs, at most Hv sequences
+            resident.py
     """
     dynamic = {
         name: T.dynamic(name)
@@ -435,7 +427,7 @@ def operator_kernel(config: OperatorConfig):
             "kept_pool",
             "kept_entries",
             "boundaries",
-            "scheduled",
+            "sequences",
         )
     }
     d = SimpleNamespace(**dynamic)
@@ -457,7 +449,7 @@ def operator_kernel(config: OperatorConfig):
         query_norm: present(config.l2norm, (d.batch, heads_q, d.tokens)),
         key_norm: present(config.l2norm, (d.batch, heads_q, d.tokens)),
         cu_seqlens: present(config.packed, (d.bounds,), "int32"),
-        schedule: present(config.persistent, (d.scheduled,), "int32"),
+        order: present(config.packed, (d.sequences,), "int32"),
         initial_state: pool("initial", d.initial_pool, heads_v, config.initial_state),
         initial_rows: present(config.initial_state, (d.initial_entries,), "int32"),
         segment_states: present(
@@ -472,6 +464,7 @@ def operator_kernel(config: OperatorConfig):
         flush_limit: T.float32,
         sequences: T.int32,
         cu_step: T.int32,
+        order_step: T.int32,
         initial_step: T.int32,
         final_step: T.int32,
         kept_step: T.int32,
@@ -487,13 +480,19 @@ def operator_kernel(config: OperatorConfig):
             *(
                 (slices * heads_v, sequences, launched)
                 if config.segmented
-                else (launched if config.persistent else slices * heads_v * sequences, 1, 1)
+                else (slices * heads_v * sequences, 1, 1)
             ),
             threads=config.threads,
             cluster_dims=config.pair if config.segmented else None,
         ) as (block, row, number):
             segment = first_segment + number
-            sequence = row if config.segmented else block // (slices * heads_v)
+            sequence = (
+                row
+                if config.segmented
+                else entry(order, block // (slices * heads_v), order_step)
+                if config.packed
+                else block // (slices * heads_v)
+            )
             tile = block if config.segmented else block % (slices * heads_v)
             # Names of the loads themselves: a condition on them stays one condition.
             begin = first_token(config, cu_seqlens, sequence, cu_step, segment, chunks_per_segment)
@@ -512,7 +511,6 @@ def operator_kernel(config: OperatorConfig):
                 first=begin,
                 tokens=length,
                 chunks=T.ceildiv(length, CHUNK),
-                before=0,
                 flush_limit=flush_limit,
                 row=T.alloc_local((1,), "int32"),
                 other_row=T.alloc_local((1,), "int32"),
@@ -522,11 +520,6 @@ def operator_kernel(config: OperatorConfig):
                 in_place=in_place,
                 kept_every=kept_every,
                 kept_after=kept_after,
-                # of persistent CTAs, which replace what is said above of one sequence
-                block=block,
-                ctas=launched,
-                sequences=sequences,
-                cu_step=cu_step,
             )
             inputs = SimpleNamespace(
                 q=SegmentTokens(q, begin),
@@ -536,8 +529,6 @@ def operator_kernel(config: OperatorConfig):
                 output=SegmentTokens(output, begin),
                 gate=gate,
                 beta=beta,
-                cu_seqlens=cu_seqlens,
-                schedule=schedule,
                 query_norm=query_norm,
                 key_norm=key_norm,
                 initial_state=initial_state,

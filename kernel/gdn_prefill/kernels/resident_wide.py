@@ -40,11 +40,9 @@ from .resident_common import (
     FULL_ROW,
     GATE_WARPS,
     HEAD_DIM,
-    ONCE,
     TILE,
     WARP,
     WARPS_PER_GROUP,
-    Role,
     arrive_warp,
     chunk_scalars,
     following,
@@ -61,7 +59,6 @@ from .resident_common import (
     transposed_accumulator,
     write_slow_score_gates,
 )
-from .resident_items import ITEMS, item_barriers, item_tiles, item_turn
 
 DK_HALVES = (slice(0, TILE), slice(TILE, HEAD_DIM))  # one converts while the other is multiplied
 STATE_REGISTERS = len(DK_HALVES) * ACCUMULATOR_REGISTERS
@@ -73,7 +70,7 @@ OUTPUT_LAG = 2  # chunks that chunk_ready runs ahead of the output tile that it 
 def prepare_role(config, place, scale, tiles, barriers, registers):
     """A' and P of every chunk, ahead of the chain."""
     for chunk in rolled(place.chunks):
-        here = step(config, chunk, place.before)
+        here = step(config, chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
         multiply_queries_keys(here, tiles, registers)
         # Each thread writes what it has read.
@@ -245,16 +242,16 @@ def finish_state(registers):
 
 
 @T.macro
-def walk_chunks(config, place, tiles, barriers, registers):
+def state_role(config, place, inputs, hooks, tiles, barriers, registers):
     """The serial chain: S -> U' -> X -> S, and the output, all of it in registers."""
-    first = step(config, 0, place.before)
-    last = step(config, place.chunks - 1, place.before)
+    first, last = step(config, 0), step(config, place.chunks - 1)
+    hooks.load_state(config, place, inputs, registers)
     take_chunk(first, tiles, barriers, registers)
     multiply_state(first, tiles, registers)
     solve_values(first, tiles, registers)
 
     for chunk in T.serial(place.chunks - 1):
-        here = step(config, chunk, place.before)
+        here = step(config, chunk)
         coming = following(config, here)
         absorb_values(here, tiles, registers)
         finish_output(config, here, tiles, registers)
@@ -268,27 +265,11 @@ def walk_chunks(config, place, tiles, barriers, registers):
 
     absorb_values(last, tiles, registers)
     finish_output(config, last, tiles, registers)
-    T.barrier_wait(barriers.output_stored[0], (last.count + 1) % 2)
+    T.barrier_wait(barriers.output_stored[0], place.chunks % 2)
     hand_over_output(tiles, barriers, registers)
     registers.owed[0] = tiles.pending[last.stage]
     finish_state(registers)
-    arrive_warp(barriers.inputs_free, last.stage)
-
-
-@T.macro
-def state_role(config, place, inputs, hooks, tiles, barriers, registers):
-    """A sequence from its first state to its last."""
-    hooks.load_state(config, place, inputs, registers)
-    if config.persistent:
-        if place.chunks > 0:
-            walk_chunks(config, place, tiles, barriers, registers)
-        else:
-            registers.owed[0] = 1.0
-        if T.Or(place.chunks > 0, place.in_place == 0):
-            hooks.store_state(config, place, inputs, registers)
-    else:
-        walk_chunks(config, place, tiles, barriers, registers)
-        hooks.store_state(config, place, inputs, registers)
+    hooks.store_state(config, place, inputs, registers)
 
 
 # --- service group
@@ -302,20 +283,15 @@ def stage_values(config, place, tokens, here, inputs, tiles, barriers):
 
 
 @T.macro
-def open_output(barriers):
+def writer_warp(config, place, thread, inputs, hooks, tiles, barriers):
     for chunk in tuple(range(OUTPUT_LAG)):
         arrive_warp(barriers.chunk_ready, chunk)
-
-
-@T.macro
-def writer_warp(config, place, thread, inputs, hooks, tiles, barriers):
     for chunk in rolled(place.chunks):
-        here = step(config, chunk, place.before)
-        T.barrier_wait(barriers.output_ready[0], here.count % 2)
+        T.barrier_wait(barriers.output_ready[0], chunk % 2)
         hooks.store_output(config, place, chunk, thread, inputs, tiles)
         # In this order: who was told that a chunk is ready may not take output_stored for older.
         arrive_warp(barriers.output_stored, 0)
-        arrive_warp(barriers.chunk_ready, (here.count + OUTPUT_LAG) % config.stages)
+        arrive_warp(barriers.chunk_ready, (chunk + OUTPUT_LAG) % config.stages)
 
 
 @T.macro
@@ -347,7 +323,6 @@ def close_inputs(config, place, barriers):
 
 SERVICE = SimpleNamespace(
     stage_values=stage_values,
-    open_output=open_output,
     writer_warp=writer_warp,
     write_factors=write_factors,
     announce_inputs=announce_inputs,
@@ -355,35 +330,21 @@ SERVICE = SimpleNamespace(
 )
 
 
-def prepare_items(config, scale, memory) -> Role:
-    def role(place, inputs):
-        prepare_role(config, place, scale, memory.tiles, memory.barriers, memory.ahead)
-
-    return role
-
-
-def state_items(config, hooks, memory) -> Role:
-    def role(place, inputs):
-        state_role(config, place, inputs, hooks, memory.tiles, memory.barriers, memory.chain)
-
-    return role
-
-
 @T.macro
 def run_roles(config, place, scale, inputs, hooks, memory):
     """What each thread of the CTA does."""
-    visit = ITEMS if config.persistent else ONCE
     thread = T.get_thread_binding()
+    tiles, barriers = memory.tiles, memory.barriers
     if thread < config.state_threads:
         set_registers(config, "state")
-        visit.each(config, place, inputs, memory, state_items(config, hooks, memory))
+        state_role(config, place, inputs, hooks, tiles, barriers, memory.chain)
     elif thread < config.service_thread:
         set_registers(config, "prepare")
-        visit.each(config, place, inputs, memory, prepare_items(config, scale, memory))
+        prepare_role(config, place, scale, tiles, barriers, memory.ahead)
     else:
         set_registers(config, "service")
         lane = thread - config.service_thread
-        service_role(config, place, lane, scale, inputs, hooks, SERVICE, memory, visit)
+        service_role(config, place, lane, scale, inputs, hooks, SERVICE, memory)
 
 
 def cta_memory(config) -> SimpleNamespace:
@@ -412,7 +373,6 @@ def cta_memory(config) -> SimpleNamespace:
         },
         growth=T.alloc_shared((stages,), fp32, scope="shared"),  # exp(-r)
         **chunk_scalars(config),
-        **(item_tiles() if config.persistent else {}),
     )
     barriers = SimpleNamespace(
         inputs_landed=T.alloc_barrier([WARP] * stages),  # by the producer warp and its TMA loads
@@ -429,7 +389,6 @@ def cta_memory(config) -> SimpleNamespace:
             [config.state_groups * WARPS_PER_GROUP]
         ),  # by the state groups
         output_stored=T.alloc_barrier([1]),  # by the writer warp
-        **(item_barriers(config) if config.persistent else {}),
     )
     chain = SimpleNamespace(
         state=[T.alloc_fragment((HEAD_DIM, HEAD_DIM), fp32)],
@@ -459,12 +418,7 @@ def cta_memory(config) -> SimpleNamespace:
         }
     )
     return SimpleNamespace(
-        tiles=tiles,
-        barriers=barriers,
-        chain=chain,
-        ahead=ahead,
-        gates=resident_gates(config),
-        turn=item_turn() if config.persistent else None,
+        tiles=tiles, barriers=barriers, chain=chain, ahead=ahead, gates=resident_gates(config)
     )
 
 

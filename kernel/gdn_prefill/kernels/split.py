@@ -472,8 +472,12 @@ def summary_kernel(config: SummaryConfig):
 
 
 # --- scan kernel
-SCAN_PRODUCER_START = WARP_GROUP
+SCAN_COLUMNS = 32  # of the state, a CTA; every step is a load of D whole
+SCAN_PRODUCER_START = HEAD_DIM // TILE * WARP_GROUP
+SCAN_WARPS = SCAN_PRODUCER_START // WARP
 SCAN_THREADS = SCAN_PRODUCER_START + WARP
+SCAN_SYNC = 1  # named barrier of the scanning groups; 0 is the whole block's
+SCAN_REGISTERS = TILE * SCAN_COLUMNS // WARP_GROUP  # of a thread's part of the state
 
 
 @dataclass(frozen=True)
@@ -495,7 +499,7 @@ class ScanConfig:
         if self.products not in (1, 2, 3):
             raise ValueError(f"products={self.products} must be 1, 2 or 3")
         if self.stages is None:
-            object.__setattr__(self, "stages", 2 if self.residual else 3)
+            object.__setattr__(self, "stages", 2 if self.residual else 4)
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2")
 
@@ -511,48 +515,63 @@ class ScanConfig:
 
 
 @T.macro
-def scan_role(config, place, inputs, tiles, barriers, registers):
-    """S^T = gamma_segment S^T + N^T + S^T D^T, segment after segment."""
-    for i, j in T.Parallel(TILE, HEAD_DIM):
-        registers.state[i, j] = inputs.states[0, place.batch, place.head, place.dv + i, j]
-    registers.decay[0] = inputs.decays[0, place.batch, place.head]
-    for step in T.serial(place.steps):
-        stage = step % config.stages
-        T.copy(registers.state, registers.state_bf16)
-        if config.products > 1:
-            for i, j in T.Parallel(TILE, HEAD_DIM):
-                registers.lost_bf16[i, j] = T.cast(
-                    registers.state[i, j] - T.cast(registers.state_bf16[i, j], "float32"),
-                    "bfloat16",
-                )
-        for i, j in T.Parallel(TILE, HEAD_DIM):
-            registers.state[i, j] *= registers.decay[0]
-        T.barrier_wait(barriers.inputs_landed[stage], (step // config.stages) % 2)
-        for i, j in T.Parallel(TILE, HEAD_DIM):
-            registers.state[i, j] += tiles.local[stage, i, j]
+def publish_scanned(config, step, tiles, registers):
+    """S as operands in shared memory, for both groups; those of the step before last are free."""
+    slot = step % 2
+    T.copy(registers.state, tiles.state[slot, :, :])
+    if config.products > 1:
+        for i, j in T.Parallel(HEAD_DIM, SCAN_COLUMNS):
+            tiles.lost[slot, i, j] = T.cast(
+                registers.state[i, j]
+                - T.cast(T.cast(registers.state[i, j], "bfloat16"), "float32"),
+                "bfloat16",
+            )
+    T.fence_proxy_async()
+    T.sync_threads(SCAN_SYNC, SCAN_PRODUCER_START)
 
-        # S^T += S^T D^T
-        TC.wgmma_gemm(
-            registers.state_bf16, tiles.transition[stage, :, :], registers.state, policy=FULL_ROW
-        )
+
+@T.macro
+def multiply_transition(matrix, stage, state, slot, registers):
+    """S += D S"""
+    TC.wgmma_gemm(
+        matrix[stage, :, :],
+        state[slot, :, :],
+        registers.state,
+        transpose_A=True,
+        policy=FULL_ROW,
+    )
+
+
+@T.macro
+def scan_role(config, place, inputs, tiles, barriers, registers):
+    """S = gamma_segment S + N + D S, segment after segment; two groups, 64 rows of S [dk, dv]."""
+    for i, j in T.Parallel(HEAD_DIM, SCAN_COLUMNS):
+        registers.state[i, j] = inputs.states[0, place.batch, place.head, place.dv + j, i]
+    lane = T.get_thread_binding() % WARP
+    for step in rolled(place.steps):
+        stage = step % config.stages
+        if step % WARP == 0:
+            # Of the next 32 steps, a lane each: one at a time would be waited for at every step.
+            registers.decays[0] = inputs.decays[
+                T.min(step + lane, place.steps - 1), place.batch, place.head
+            ]
+        publish_scanned(config, step, tiles, registers)
+        registers.decay[0] = T.shfl_sync(registers.decays[0], step % WARP)
+        T.barrier_wait(barriers.inputs_landed[stage], (step // config.stages) % 2)
+        for i, j in T.Parallel(HEAD_DIM, SCAN_COLUMNS):
+            registers.state[i, j] = (
+                registers.state[i, j] * registers.decay[0] + tiles.local[stage, j, i]
+            )
+        multiply_transition(tiles.transition, stage, tiles.state, step % 2, registers)
         if config.products > 1:
-            TC.wgmma_gemm(
-                registers.lost_bf16,
-                tiles.transition[stage, :, :],
-                registers.state,
-                policy=FULL_ROW,
-            )
+            multiply_transition(tiles.transition, stage, tiles.lost, step % 2, registers)
         if config.residual:
-            TC.wgmma_gemm(
-                registers.state_bf16, tiles.residual[stage, :, :], registers.state, policy=FULL_ROW
-            )
-        if step + 1 < place.steps:
-            registers.decay[0] = inputs.decays[step + 1, place.batch, place.head]
+            multiply_transition(tiles.residual, stage, tiles.state, step % 2, registers)
         TC.wait_wgmma(0)
-        TC.warpgroup_fence_operand(registers.state, num_regs=2 * ACCUMULATOR_REGISTERS)
+        TC.warpgroup_fence_operand(registers.state, num_regs=SCAN_REGISTERS)
         arrive_warp(barriers.inputs_free, stage)
-        for i, j in T.Parallel(TILE, HEAD_DIM):
-            inputs.states[step + 1, place.batch, place.head, place.dv + i, j] = registers.state[
+        for i, j in T.Parallel(HEAD_DIM, SCAN_COLUMNS):
+            inputs.states[step + 1, place.batch, place.head, place.dv + j, i] = registers.state[
                 i, j
             ]
 
@@ -564,7 +583,7 @@ def scan_producer_warp(config, place, inputs, tiles, barriers):
         T.barrier_wait(barriers.inputs_free[stage], (step // config.stages + 1) % 2)
         T.tma_copy(
             inputs.states[
-                step + 1, place.batch, place.head, place.dv : place.dv + TILE, 0:HEAD_DIM
+                step + 1, place.batch, place.head, place.dv : place.dv + SCAN_COLUMNS, 0:HEAD_DIM
             ],
             tiles.local[stage, :, :],
             barrier=barriers.inputs_landed[stage],
@@ -604,7 +623,7 @@ def scan_kernel(config: ScanConfig):
         residuals: T.Tensor(transition_shape if config.residual else (1,), bf16),
         decays: T.Tensor((middle, batch, heads_v), fp32),
     ):
-        with T.Kernel(HEAD_DIM // TILE, heads_v, batch, threads=SCAN_THREADS) as (
+        with T.Kernel(HEAD_DIM // SCAN_COLUMNS, heads_v, batch, threads=SCAN_THREADS) as (
             tile,
             head,
             sequence,
@@ -614,22 +633,28 @@ def scan_kernel(config: ScanConfig):
             inputs = SimpleNamespace(
                 states=states, transitions=transitions, residuals=residuals, decays=decays
             )
-            place = SimpleNamespace(batch=sequence, head=head, dv=tile * TILE, steps=boundaries - 1)
+            place = SimpleNamespace(
+                batch=sequence, head=head, dv=tile * SCAN_COLUMNS, steps=boundaries - 1
+            )
             tiles = SimpleNamespace(
-                local=T.alloc_shared((stages, TILE, HEAD_DIM), fp32),
+                local=T.alloc_shared((stages, SCAN_COLUMNS, HEAD_DIM), fp32),
                 transition=T.alloc_shared((stages, HEAD_DIM, HEAD_DIM), bf16),
                 residual=T.alloc_shared((stages, HEAD_DIM, HEAD_DIM), bf16)
                 if config.residual
                 else None,
+                state=T.alloc_shared((2, HEAD_DIM, SCAN_COLUMNS), bf16),
+                # what bf16 loses of the state
+                lost=T.alloc_shared((2, HEAD_DIM, SCAN_COLUMNS), bf16)
+                if config.products > 1
+                else None,
             )
             barriers = SimpleNamespace(
                 inputs_landed=T.alloc_barrier([WARP] * stages),  # by the producer warp and its TMA
-                inputs_free=T.alloc_barrier([WARPS_PER_GROUP] * stages),  # by the scanning group
+                inputs_free=T.alloc_barrier([SCAN_WARPS] * stages),  # by the scanning groups
             )
             registers = SimpleNamespace(
-                state=T.alloc_fragment((TILE, HEAD_DIM), fp32),
-                state_bf16=T.alloc_fragment((TILE, HEAD_DIM), bf16),
-                lost_bf16=T.alloc_fragment((TILE, HEAD_DIM), bf16),
+                state=T.alloc_fragment((HEAD_DIM, SCAN_COLUMNS), fp32),
+                decays=T.alloc_local((1,), fp32),
                 decay=T.alloc_local((1,), fp32),
             )
             T.annotate_layout({tiles.local: make_full_bank_swizzled_layout(tiles.local)})
