@@ -47,6 +47,8 @@ MOST_TOKENS = 2**22  # states times tokens: 2.7 GB of V, output and A
 SMS = 132  # of an H200, where there is no device to ask
 AGREEMENT = 1e-2  # relative L2 distance to the unsplit plan: both are 3e-3 to 4e-3 off
 WARMUP = 2
+# Seconds of rest before a point: the clock falls little in the few milliseconds that one takes.
+REST_S = 0.1
 # What the times depend on.
 SOURCES = ("resident", "resident_common", "resident_narrow", "resident_wide", "split")
 
@@ -207,7 +209,8 @@ def measure(call: CoreCall, sms: int, rounds: int, device) -> tuple[list[dict], 
             continue
         differences[plan], replays[plan] = distance, captured(run)
     timer = make_timer(device, Protocol.GRAPH)
-    samples = interleave(replays, Plan(Protocol.GRAPH, WARMUP, rounds), timer, device)
+    plan = Plan(Protocol.GRAPH, WARMUP, rounds, rest_s=REST_S)
+    samples = interleave(replays, plan, timer, device)
     kernels = kernels_hash()
     return [
         {

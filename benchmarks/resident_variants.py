@@ -93,7 +93,7 @@ VARIANTS = {
     for variant in (
         Variant("dv64", {}, (*CHAIN_SHAPES, *FULL_SHAPES)),
         Variant("dv64_rolled", {"unrolled": False}, (*CHAIN_SHAPES, *FULL_SHAPES)),
-        Variant("dv128", {"block_dv": 128}, FULL_SHAPES),
+        Variant("dv128", {"block_dv": 128}, (*CHAIN_SHAPES, *FULL_SHAPES)),
         Variant("dv128_bare", {"block_dv": 128}, FULL_SHAPES, bare=True),
         Variant("groups", {}, (*CHAIN_SHAPES, *FULL_SHAPES), version="prepared_groups"),
         Variant("fused", {}, (*CHAIN_SHAPES, *FULL_SHAPES), version="prepared_fused"),
