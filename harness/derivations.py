@@ -16,6 +16,7 @@ from pathlib import Path
 from cases import CHUNK, HEAD_DIM, Case, load_baselines, load_cases
 from gdn_ladder import VERSIONS, LadderShape, get_version, kernels_of
 from gdn_ladder.families import CORE as PACKAGE_CORE
+from gdn_prefill.cost import PACKAGED
 
 from .bench_operator import HOST_NAME, select_workloads
 from .bench_operator import IMPLEMENTATIONS as COMPARED
@@ -202,6 +203,20 @@ class Derivations:
                 if ":".join(row[field] for field in fields) + apart == plan:
                     return float(row[f"{part}_us"])
         raise NotRecordedError(f"round {round_} of the split has no {plan}")
+
+    def fitted(self, launch: str, part: str) -> float:
+        """A constant of the packaged cost model, in microseconds: see gdn_prefill/cost.py."""
+        return float(json.loads(PACKAGED.read_text())["launches"][launch][part])
+
+    def sustained(self, case: str, column: str) -> float:
+        """A column of sustained.csv: microseconds, or megahertz."""
+        path = self._folder / "sustained.csv"
+        if path.is_file():
+            with path.open(newline="", encoding="utf-8") as handle:
+                for row in csv.DictReader(handle):
+                    if row["case"] == case:
+                        return float(row[column])
+        raise NotRecordedError(f"{case} was not replayed for long")
 
     def wavefronts(self, round_: int, variant: str, chunks: int, operation: str = "") -> float:
         """Shared-memory wavefronts of a CTA in a chunk, one a cycle, as ncu counts them.

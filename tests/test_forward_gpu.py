@@ -134,14 +134,16 @@ def test_repeated_runs_are_bitwise_equal(name):
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
-def test_states_past_a_16_bit_grid_and_31_bit_offsets():
+@pytest.mark.parametrize("tile", [64, 128])
+def test_states_past_a_16_bit_grid_and_31_bit_offsets(tile):
     """131,076 states: more than 65,535 blocks per state slice, state elements past 2^31."""
     case = small(B=32769, T=2, Hq=1, Hv=4)
     inputs = make_inputs(case, "cuda")
     call = arguments(inputs)
-    output, state = gdn_prefill.gdn_prefill_forward(*call)
+    output, state = gdn_prefill.gdn_prefill_forward(*call, block_dv=tile)
     for row in (0, 16384, 32768):
-        expected = gdn_prefill.gdn_prefill_forward(*[t[row : row + 1].clone() for t in call])
+        alone = [t[row : row + 1].clone() for t in call]
+        expected = gdn_prefill.gdn_prefill_forward(*alone, block_dv=tile)
         assert torch.equal(output[row : row + 1], expected[0])
         assert torch.equal(state[row : row + 1], expected[1])
 
