@@ -4,7 +4,6 @@ harness/derived.py evaluates a document's markers over the public methods of Der
 are those of the ladder, or "shipped" for what the package runs; times are medians in milliseconds.
 """
 
-import contextlib
 import csv
 import functools
 import json
@@ -140,6 +139,22 @@ class Derivations:
 
     def mean_peer_ratio(self, peer: str, scope: str = CORE) -> float:
         return geometric_mean([self.peer_ratio(peer, case, scope) for case in self._cases])
+
+    def core(self, implementation: str, case: str, field: str = "median_ms") -> float:
+        """Of core.csv, this release's core beside FlashQLA's: milliseconds, or the SM clock."""
+        for row in self._rows("core"):
+            if (row.implementation, row.case) == (implementation, self._cases[case].name):
+                value = getattr(row, field)
+                if value is not None:
+                    return float(value)
+        raise NotRecordedError(f"core.csv has no {implementation} on {case}")
+
+    def core_ratio(self, peer: str, case: str) -> float:
+        """A peer's core over ours: above 1 where this package is faster."""
+        return self.core(peer, case) / self.core(OURS, case)
+
+    def mean_core_ratio(self, peer: str) -> float:
+        return geometric_mean([self.core_ratio(peer, case) for case in self._cases])
 
     def preprocessing(self, case: str) -> float:
         """What this package's full forward takes beyond its core."""
@@ -546,37 +561,26 @@ def _operator(derive: Derivations) -> str:
     return _markdown(("ms", *COMPARED), rows)
 
 
-def _results(derive: Derivations) -> str:
-    """The public cases beside the peers: kernels alone, core and full."""
-    best = ("flashinfer_one_kernel", "flashinfer_split")
+def _core(derive: Derivations) -> str:
+    """The core of this release and FlashQLA's on the public cases, kernels alone."""
     columns = {
-        "core: ours": (CORE, (OURS,)),
-        "FlashQLA, no split": (CORE, ("flash_qla_nocp",)),
-        "FlashQLA": (CORE, ("flash_qla",)),
-        "full: ours": (FULL, (OURS,)),
-        "FlashQLA ": (FULL, ("flash_qla",)),
-        "FlashInfer, best": (FULL, best),
-        "FLA": (FULL, ("fla",)),
+        "ours": (OURS, "median_ms"),
+        "FlashQLA": ("flash_qla", "median_ms"),
+        "FlashQLA, no split": ("flash_qla_nocp", "median_ms"),
+        "SM clock, MHz": (OURS, "sm_mhz"),
     }
+    digits = {"median_ms": 4, "sm_mhz": 0}
     rows = [
         (
             case,
-            *(_ms(lambda c=case, s=s, n=n: _fastest(derive, c, s, n)) for s, n in columns.values()),
+            *(
+                _or_pending(lambda c=case, n=n, f=f: derive.core(n, c, f), digits[f])
+                for n, f in columns.values()
+            ),
         )
         for case in derive._cases
     ]
-    return _markdown(("case", *(label.strip() for label in columns)), rows)
-
-
-def _fastest(derive: Derivations, case: str, scope: str, names: Iterable[str]) -> float:
-    """The fastest of those that have a time. Raises LookupError if none has."""
-    times = []
-    for name in names:
-        with contextlib.suppress(LookupError):
-            times.append(derive.bench(name, case, scope))
-    if not times:
-        raise LookupError(f"no time of {', '.join(names)} on {case}")
-    return min(times)
+    return _markdown(("core, ms", *columns), rows)
 
 
 def _scores(derive: Derivations) -> str:
@@ -604,6 +608,6 @@ _TABLES: dict[str, Callable[[Derivations], str]] = {
     "counters": _counters,
     "peers": _peers,
     "operator": _operator,
-    "results": _results,
+    "core": _core,
     "scores": _scores,
 }

@@ -7,6 +7,7 @@ import pytest
 
 from cases import load_cases
 from gdn_ladder import VERSIONS
+from gdn_prefill.cost import PACKAGED
 from gdn_prefill.dispatch import core_plan
 from harness import derived
 from harness.check import Status
@@ -141,6 +142,12 @@ def test_what_is_no_document_is_refused(name, content, message, tmp_path, capsys
 
 
 STAMP = Stamp("gpu", "2026-01-02T00:00:00+00:00", "abc")
+
+
+def packaged_model() -> dict:
+    return json.loads(PACKAGED.read_text())
+
+
 CASES = [case.name for case in load_cases()]
 
 
@@ -293,16 +300,35 @@ def test_the_operator_is_read_from_its_own_run(recorded, tmp_path):
         recorded.operator_host("plan", "chain_equal")
 
 
-def test_the_public_table_takes_the_fastest_variant(recorded, tmp_path):
-    more = {
-        ("gdn_prefill", "9.9.9", "full", "graph"): (0.5,),
-        ("flashinfer_one_kernel", "1", "full", "graph"): (0.8,),
-        ("flashinfer_split", "1", "full", "graph"): (0.6,),
+def test_the_core_stands_beside_flashqlas(recorded, tmp_path):
+    with pytest.raises(NotRecordedError, match="core.csv"):
+        recorded.core("gdn_prefill", CASES[0])
+    times = {
+        ("gdn_prefill", "9.9.9", "core", "graph"): (0.5,),
+        ("flash_qla", "1", "core", "graph"): (0.8,),
+        ("flash_qla_nocp", "1", "core", "graph"): (0.6,),
     }
-    record(tmp_path, "bench", more)
+    record(tmp_path, "core", times)
     fresh = Derivations(tmp_path, "gpu")
-    first = fresh.table("results").splitlines()[2]
-    assert first == f"| {CASES[0]} |  |  |  | 0.5000 |  | 0.6000 |  |"
+    assert fresh.core_ratio("flash_qla", CASES[1]) == pytest.approx(1.6)
+    assert fresh.mean_core_ratio("flash_qla_nocp") == pytest.approx(1.2)
+    # Of a run from before clocks were taken.
+    assert fresh.table("core").splitlines()[2] == f"| {CASES[0]} | 0.5000 | 0.8000 | 0.6000 | n. |"
+    with pytest.raises(NotRecordedError, match="fla"):
+        fresh.core("fla", CASES[0])
+
+
+def test_what_sustained_load_costs_is_read_by_case(recorded, tmp_path):
+    with pytest.raises(NotRecordedError, match="deep"):
+        recorded.sustained("deep", "last_us")
+    (tmp_path / "gpu" / "sustained.csv").write_text("case,last_us,sm_mhz\ndeep,300.5,1500\n")
+    assert recorded.sustained("deep", "last_us") == 300.5
+    with pytest.raises(NotRecordedError, match="wide"):
+        recorded.sustained("wide", "last_us")
+
+
+def test_constants_of_the_cost_model_are_the_packaged_ones(recorded):
+    assert recorded.fitted("scan", "chunk") == packaged_model()["launches"]["scan"]["chunk"]
 
 
 def test_splits_are_found_by_their_plan(recorded, tmp_path):
