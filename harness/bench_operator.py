@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if us:
             hosts.append({"case": workload.name} | {n: round(t, 2) for n, t in us.items()})
             if options.name:
-                write_hosts(hosts, log.metadata, stamp.device)
+                write_hosts(hosts, log.metadata, stamp.device, merge=options.merge)
 
     contenders = [Contender(name, device.type == "cpu") for name in dict.fromkeys(names)]
     left_out = run(
@@ -345,9 +345,18 @@ class Log:
         return text
 
 
-def write_hosts(rows: list[dict], metadata: dict, device: str, root: Path = RESULTS) -> Path:
-    """Writes results/<device>/operator_host.csv, medians in microseconds, and its metadata."""
+def write_hosts(
+    rows: list[dict], metadata: dict, device: str, root: Path = RESULTS, merge: bool = False
+) -> Path:
+    """Writes results/<device>/operator_host.csv, medians in microseconds, and its metadata.
+
+    merge: keep the rows of other workloads that are there.
+    """
     path = root / device / f"{HOST_NAME}.csv"
+    if merge and path.is_file():
+        new = {row["case"] for row in rows}
+        with path.open(newline="", encoding="utf-8") as handle:
+            rows = [*(row for row in csv.DictReader(handle) if row["case"] not in new), *rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.DictWriter(handle, list(rows[0]), lineterminator="\n")

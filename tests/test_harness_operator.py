@@ -309,6 +309,9 @@ def test_host_times_are_ours_alone_and_written(tmp_path):
     path = write_hosts([{"case": "dense"} | us], asdict(STAMP), "some-gpu", tmp_path)
     assert list(csv.DictReader(path.open())) == [{"case": "dense", "plan": "4.0", "fresh": "30.0"}]
     assert json.loads(path.with_suffix(".json").read_text())["schema"] == "operator_host"
+    for merge, cases in ((True, ["dense", "packed"]), (False, ["packed"])):
+        write_hosts([{"case": "packed"} | us], asdict(STAMP), "some-gpu", tmp_path, merge=merge)
+        assert [row["case"] for row in csv.DictReader(path.open())] == cases
 
 
 def test_without_a_gpu_the_command_says_so(capsys):
