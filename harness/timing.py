@@ -5,7 +5,8 @@ oj     each call between its own pair of CUDA events, then synchronised; Python 
 graph  one replay of a captured CUDA Graph between the pair, queued behind a spinning kernel so
        that no host time is inside, and behind an untimed replay of the same graph, so that it runs
        as in a stream of work; inputs warm in L2 where they fit
-cold   as graph, behind a kernel that overwrites more than the L2 holds
+cold   one replay between the pair, behind a kernel that overwrites more than the L2 holds and
+       nothing else
 
 Several implementations are timed call by call in turn on the same problem, so that a change of
 clocks meets all of them, and compared by paired ratios.
@@ -224,7 +225,8 @@ def make_timer(
 ) -> Timer:
     """The timer of `protocol` on `device`; without a GPU it is the wall clock, for any protocol.
 
-    lead_replays: of the graph protocol, untimed ones ahead of each that is timed.
+    lead_replays: of the graph protocol, untimed ones ahead of each that is timed; none where every
+    call is counted.
     """
     if device.type != "cuda":
         return HostTimer()
