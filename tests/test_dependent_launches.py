@@ -16,7 +16,9 @@ ACCESSES = ("tma_load", "tma_store", "= g_cumsum[", "= gate[", "states[", "initi
 
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
-    """Generated source by what the kernel is: "preprocess", "summary", "scan", "forward"..."""
+    """Generated source by what the kernel is: "preprocess", "summary", "scan", "forward" (over
+    segments), and of the operator "operator" (packed) and "operator_forward" (over segments).
+    """
     plan = CorePlan(64, THREE_SEGMENTS, 1)
     made = {
         name: toolchain.generate(kernel.factory(kernel.config), kernel.pass_configs)
@@ -26,6 +28,9 @@ def sources() -> dict[str, str]:
         if "dv128" not in item.name:
             name = "preprocess" if "preprocess" in item.name else "operator"
             made[name] = toolchain.generate(item.build(), item.pass_configs)
+    for item in operator_variants([(2, 4)], ("bfloat16",), (Usage(),)):
+        if item.name.endswith("_segmented") and "dv128" not in item.name:
+            made["operator_forward"] = toolchain.generate(item.build(), item.pass_configs)
     return {name: generated.device_source for name, generated in made.items()}
 
 
@@ -40,9 +45,10 @@ def test_readers_wait_before_they_read(sources, name):
     assert waits_before_anything(sources[name])
 
 
-def test_a_segment_waits_before_it_reads_or_at_its_end(sources):
+@pytest.mark.parametrize("name", ["forward", "operator_forward"])
+def test_a_segment_waits_before_it_reads_or_at_its_end(sources, name):
     """Beside the summary it waits for that to end after all its work: the scan waits for it."""
-    body = sources["forward"][sources["forward"].rindex("__global__") :]
+    body = sources[name][sources[name].rindex("__global__") :]
     before, between, after = body.split(WAIT)
     assert "if (beside == 0)" in before and not any(access in before for access in ACCESSES)
     assert "if (beside != 0)" in between[-80:] and not any(access in after for access in ACCESSES)

@@ -72,15 +72,20 @@ def emulated(monkeypatch):
     """run_cuda runs on the CPU, its kernels in the emulator; any finding raises.
 
     Set `schedules` of what is returned to run the forward kernel under these, one after the other.
+    `order_steps` says what its launches were given as order_step.
     """
     layer = Runtime()
     layer.schedules = lambda program: ("roundrobin",)
+    layer.order_steps = []
 
     def compiled(prim_func, pass_configs):
         program = Program(prim_func)
 
         def launch(*arguments):
             forward = "operator_forward" in str(prim_func.attrs["global_symbol"])
+            if forward:
+                names = [parameter.name for parameter in prim_func.params]
+                layer.order_steps.append(arguments[names.index("order_step")])
             for schedule in layer.schedules(program) if forward else ("roundrobin",):
                 report = emulate(program, *arguments, pass_configs=pass_configs, schedule=schedule)
                 assert report.ok, str(report)
@@ -180,6 +185,21 @@ def test_both_tiles(emulated, monkeypatch, tile):
     variant = replace(PLAIN, packed=INT32, initial=FP32, l2norm=True)
     check(variant, replace(DATA, lengths=(70, 0, 129), garbage=float("nan")), "cpu", "auto")
     assert [config.block_dv for config in forward_configs(emulated)] == [tile]
+
+
+@pytest.mark.parametrize(
+    ("packed", "sms", "step"), [(INT64, 16, 0), (INT64, 15, 1), (INT32, 1, 1), (None, 1, 0)]
+)
+def test_packed_sequences_are_ordered_where_not_all_ctas_run_at_once(
+    emulated, monkeypatch, packed, sms, step
+):
+    """Four sequences of two heads in two slices are 16 CTAs; the longest sequence is the third."""
+    planned(monkeypatch, CorePlan(64))
+    monkeypatch.setattr(operator_forward, "sm_count", lambda _: sms)
+    variant = replace(PLAIN, packed=packed, initial=FP32, l2norm=True)
+    lengths = (65, 0, 130, 1) if packed else (65, 65, 65, 65)
+    check(variant, replace(DATA, lengths=lengths, garbage=float("nan")), "cpu", "auto")
+    assert emulated.order_steps and set(emulated.order_steps) == {step}
 
 
 def forward_configs(layer):

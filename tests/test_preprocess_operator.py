@@ -198,7 +198,7 @@ def expected(case: Case) -> dict[str, Tensor]:
 
 def check(case: Case, found: dict[str, Tensor]) -> None:
     wanted = expected(case)
-    assert found["order"].tolist() == expected_order(case)
+    assert found["order"].tolist() == expected_order(case), "order: another one"
     for name, want in wanted.items():
         got = found[name].double()
         written, wrong = ~got.isnan(), "not written" if want.isnan().sum() == 0 else "where written"
@@ -420,6 +420,7 @@ def test_check_can_fail():
         ("beta", lambda x: x[0, :, 70].fill_(torch.nan)),
         ("query_norm", lambda x: x.mul_(1.0001)),
         ("key_norm", lambda x: x[..., -1].fill_(1.0)),
+        ("order", lambda x: x.copy_(x.flip(0))),
     ):
         wrong = outputs | {name: outputs[name].clone()}
         change(wrong[name])
