@@ -6,6 +6,7 @@ full operator, operator.py checks its arguments.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -159,20 +160,49 @@ def operator_config(
     cu_seqlens: Tensor | None = None,
 ) -> OperatorPreprocessConfig:
     """The specialisation that serves such a call of ``prepare_operator``."""
+    return _config(
+        k.shape[2],
+        g.shape[2],
+        k.dtype,
+        gate_mode,
+        g.dtype,
+        dt_bias is not None,
+        beta_mode,
+        beta.dtype,
+        q is not None,
+        None if cu_seqlens is None else cu_seqlens.dtype,
+        not (k.is_contiguous() and (q is None or q.is_contiguous())),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _config(
+    heads_q: int,
+    heads_v: int,
+    dtype: torch.dtype,
+    gate: str,
+    gate_dtype: torch.dtype,
+    dt_bias: bool,
+    beta: str,
+    beta_dtype: torch.dtype,
+    l2norm: bool,
+    cu_seqlens: torch.dtype | None,
+    strided: bool,
+) -> OperatorPreprocessConfig:
     from .kernels.preprocess import OperatorPreprocessConfig
 
     return OperatorPreprocessConfig(
-        heads_q=k.shape[2],
-        heads_v=g.shape[2],
-        dtype=_name(k.dtype),
-        gate=gate_mode,
-        gate_dtype=_name(g.dtype),
-        dt_bias=dt_bias is not None,
-        beta=beta_mode,
-        beta_dtype=_name(beta.dtype),
-        l2norm=q is not None,
-        cu_seqlens=None if cu_seqlens is None else _name(cu_seqlens.dtype),
-        strided=not (k.is_contiguous() and (q is None or q.is_contiguous())),
+        heads_q=heads_q,
+        heads_v=heads_v,
+        dtype=_name(dtype),
+        gate=gate,
+        gate_dtype=_name(gate_dtype),
+        dt_bias=dt_bias,
+        beta=beta,
+        beta_dtype=_name(beta_dtype),
+        l2norm=l2norm,
+        cu_seqlens=None if cu_seqlens is None else _name(cu_seqlens),
+        strided=strided,
     )
 
 

@@ -32,6 +32,7 @@ Two entries share this: ``fused_preprocess_kernel`` for the lab's g_cumsum and A
                  brings along are zeroed, as 0 times NaN is not 0, and a tail is stored row by row
 """
 
+import functools
 from types import SimpleNamespace
 
 import tilelang
@@ -92,6 +93,7 @@ def head_groups(heads_v: int) -> int:
     return -(-heads_v // SLOTS)
 
 
+@functools.lru_cache(maxsize=256)
 def key_tiles(config: PreprocessConfig) -> int:
     """Most q/k heads that the V heads of one item belong to."""
     spans = []
