@@ -238,6 +238,29 @@ def test_summaries_are_the_affine_map_of_a_segment():
     assert error(D, transition - decay[..., None, None] * torch.eye(HEAD_DIM)) < 5e-3
 
 
+@pytest.mark.parametrize("products", [1, 2, 3])
+@pytest.mark.parametrize("steps", [32, 33, 70])
+def test_the_scan_is_right_beyond_the_decays_of_one_load(steps, products):
+    """It loads the decays of 32 steps at a time."""
+    generator = torch.Generator().manual_seed(steps)
+    B, Hv = 2, 1
+    states = torch.randn((steps + 1, B, Hv, HEAD_DIM, HEAD_DIM), generator=generator)
+    D = 0.02 * torch.randn((steps, B, Hv, HEAD_DIM, HEAD_DIM), generator=generator)
+    transitions = D.bfloat16()
+    residuals = (D - transitions.float()).bfloat16()
+    decays = torch.rand((steps, B, Hv), generator=generator)
+    want = states.double()
+    for step in range(steps):
+        made = transitions[step].double() + (residuals[step].double() if products == 3 else 0)
+        want[step + 1] += want[step] * decays[step, ..., None, None] + want[step] @ made
+    emulate(
+        programs(1, Hv, True, products, 64)[1],
+        *(states, transitions, residuals if products == 3 else torch.empty(1).bfloat16(), decays),
+        pass_configs=split.PASS_CONFIGS,
+    )
+    assert all(error(*pair) < 2e-3 for pair in zip(states, want, strict=True))
+
+
 @pytest.mark.parametrize("products", [1, 3])
 def test_every_schedule(products):
     x = inputs(1, 11 * CHUNK + 3, 1, 1)
