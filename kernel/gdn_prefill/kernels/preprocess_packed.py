@@ -8,6 +8,8 @@ Every thread of a CTA owns an equal share of the sequences, hence a range of chu
 keeps a cursor in it. The one thread whose range holds a chunk moves its cursor there. A CTA's items
 ascend, so all of its searches together pass over each sequence once at most. Empty sequences have
 no chunks and are passed over.
+
+The last CTA also says in which order the forward kernel begins the sequences, longer ones first.
 """
 
 import tilelang.language as T
@@ -17,7 +19,8 @@ from .preprocess import CHUNK, THREADS
 WARP = 32
 WARPS = THREADS // WARP
 
-# Sequences are begun class by class: those of at least so many eighths of the mean length first.
+# Sequences are begun class by class: those of at least so many eighths of the mean length, which
+# is all tokens over all sequences, first.
 CLASSES = (64, 32, 16, 8, 4, 0)
 
 
