@@ -210,15 +210,16 @@ def test_the_work_of_a_plan():
     assert work.megabytes == pytest.approx(8 * 10 * chunk / 1e6)
     split = launch_works(CorePlan(64, SegmentPlan(10, 3), 1), call, SMS)
     assert list(split) == ["opening64", "scan", "segment64"]
-    # two tiles of the first segment and N and D of two others, then two tiles of three segments
-    assert [(one.ctas, one.chunks) for one in split.values()] == [(8 * 6, 3), (16, 2), (48, 3)]
+    # two tiles of the first segment and N and D of two others, four parts of every state, then two
+    # tiles of three segments
+    assert [(one.ctas, one.chunks) for one in split.values()] == [(8 * 6, 3), (32, 2), (48, 3)]
     # the summary reads k, v, A and the gates
     summarised = 8 * 2 * 3 * (chunk - 64 * 256 / 2 - 64 * 256)
     assert split["opening64"].megabytes == pytest.approx((8 * 3 * chunk + summarised) / 1e6)
     assert split["segment64"].megabytes == pytest.approx(8 * 7 * chunk / 1e6)
     wide = launch_works(CorePlan(128, SegmentPlan(10, 3), 1), call, SMS)
     assert list(wide) == ["opening128", "scan", "segment128"]
-    assert [one.ctas for one in wide.values()] == [8 * 5, 16, 24]
+    assert [one.ctas for one in wide.values()] == [8 * 5, 32, 24]
     two = launch_works(CorePlan(64, SegmentPlan(10, 5), 1), call, SMS)
     assert list(two) == ["opening64", "segment64"]
     assert [(one.ctas, one.chunks) for one in two.values()] == [(16, 5), (16, 5)]

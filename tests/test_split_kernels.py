@@ -8,6 +8,7 @@ import torch
 
 from cases import CHUNK, HEAD_DIM, Inputs
 from gdn_ladder import four_group
+from gdn_prefill import cost
 from gdn_prefill.kernels import resident, split
 from gdn_prefill.split import SegmentPlan, SplitLaunchers, split_forward, split_launches, workspaces
 from reference.chunked import chunk_cumsum, gdn_chunked, solve_A
@@ -259,6 +260,10 @@ def test_the_scan_is_right_beyond_the_decays_of_one_load(steps, products):
         pass_configs=split.PASS_CONFIGS,
     )
     assert all(error(*pair) < 2e-3 for pair in zip(states, want, strict=True))
+
+
+def test_the_cost_model_counts_the_ctas_that_the_scan_has():
+    assert cost.SCAN_COLUMNS == split.SCAN_COLUMNS
 
 
 @pytest.mark.parametrize("products", [1, 3])

@@ -32,6 +32,9 @@ LAUNCHES = (
     "segment128",
 )
 
+# Columns of a state that one CTA of the scan has: those of kernels/split.py.
+SCAN_COLUMNS = 32
+
 # Megabytes that a chunk of one head takes: a tensor of 128 columns, A and the two gates, and a
 # segment's state in fp32.
 ROWS_MB = CHUNK * HEAD_DIM * 2 / 1e6
@@ -146,7 +149,8 @@ def launch_works(plan: CorePlan, call: CoreCall, sm_count: int) -> dict[str, Lau
     if cut.scan_steps:
         # A step reads a local state and writes a state in fp32, and reads a transition in bf16.
         moved = states * cut.scan_steps * 2.5 * STATE_MB
-        works["scan"] = LaunchWork(2 * states, cut.scan_steps, moved, sm_count)
+        scanning = states * (HEAD_DIM // SCAN_COLUMNS)
+        works["scan"] = LaunchWork(scanning, cut.scan_steps, moved, sm_count)
     ctas = cut.forward_ctas(states, tile)
     works[f"segment{tile}"] = LaunchWork(ctas, length, forward_mb - first_mb, sm_count)
     return works
