@@ -12,6 +12,7 @@ WAIT = "cudaGridDependencySynchronize();"
 TRIGGER = "cudaTriggerProgrammaticLaunchCompletion();"
 # What reads or writes global memory in the generated source of these kernels.
 ACCESSES = ("tma_load", "tma_store", "= g_cumsum[", "= gate[", "states[", "initial_state[", "k[")
+ACCESSES += ("order[",)
 
 
 @pytest.fixture(scope="module")

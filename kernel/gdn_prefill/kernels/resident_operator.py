@@ -20,6 +20,7 @@ Q K^T. The state is an operand as well: its elements must stay below 65504.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import tilelang.cuda.language as TC
 import tilelang.language as T
 
 from .parameters import pool, vectors
@@ -486,6 +487,9 @@ def operator_kernel(config: OperatorConfig):
             cluster_dims=config.pair if config.segmented else None,
         ) as (block, row, number):
             segment = first_segment + number
+            if config.packed:  # noqa: SIM102, one of them is of the kernel itself
+                if order_step != 0:
+                    TC.pdl_sync()  # the order is made by the launch that this one starts beside
             sequence = (
                 row
                 if config.segmented

@@ -3,9 +3,10 @@
 Over a segment of chunks the map of the state is affine, S_out = M S_in + N, whatever the gates. The
 launches are
 
-    first     the forward kernel over the first segment, which leaves the state at its end
-    summary   beside it, per head and segment but the first and the last: N, the state that the
-              segment makes from zero, and the transition M = gamma_segment I + D, kept as D
+    summary   per head and segment but the first and the last: N, the state that the segment makes
+              from zero, and the transition M = gamma_segment I + D, kept as D
+    first     beside it, the forward kernel over the first segment, which leaves the state at its
+              end; waits for the summary's end before its own
     scan      per head: S <- gamma_segment S + D S + N from segment to segment
     rest      the forward kernel over the other segments, from those states
 
