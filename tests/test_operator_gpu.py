@@ -177,7 +177,7 @@ def test_the_order_of_the_sequences_is_there_when_it_is_read():
             output = torch.full_like(x[2], float("nan"))
             found = plan.run(*x, cu_seqlens=bounds, output=output)
             for a, b in zip(found, expected, strict=True):
-                # Both are rounded to bf16; what lands in the wrong order is NaN or another sequence.
+                # Both are rounded to bf16; a wrong order leaves NaN, or another sequence.
                 assert relative(a, b.double()) < 2 * TOLERANCE
 
 
