@@ -1,5 +1,7 @@
 """Launches that read what the one before wrote: they start early, and wait on the device."""
 
+import re
+
 import pytest
 
 from gdn_prefill import toolchain
@@ -10,9 +12,9 @@ from gdn_prefill.variants import Usage, operator_variants
 
 WAIT = "cudaGridDependencySynchronize();"
 TRIGGER = "cudaTriggerProgrammaticLaunchCompletion();"
-# What reads or writes global memory in the generated source of these kernels.
-ACCESSES = ("tma_load", "tma_store", "= g_cumsum[", "= gate[", "states[", "initial_state[", "k[")
-ACCESSES += ("order[",)
+SIGNATURE = re.compile(r"__global__ void [^{;]*?\w+\(([^{;]*)\) \{")
+# Tensors that no launch of a call writes: they are what they were before all of them.
+CALLERS_OWN = {"cu_seqlens"}
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +37,19 @@ def sources() -> dict[str, str]:
     return {name: generated.device_source for name, generated in made.items()}
 
 
+def body_and_access(source: str) -> tuple[str, re.Pattern]:
+    """The kernel's body, and what reads or writes global memory in it: its pointers, and TMA."""
+    *_, signature = SIGNATURE.finditer(source)
+    pointers = set(re.findall(r"\*\s*(?:__restrict__\s+)?(\w+)", signature[1])) - CALLERS_OWN
+    names = "|".join(rf"\b{name}\b" for name in sorted(pointers))
+    return source[signature.end() :], re.compile(f"tma_load|tma_store|{names}")
+
+
 def waits_before_anything(source: str) -> bool:
-    body = source[source.rindex("__global__") :]
-    first = min((body.find(access) for access in ACCESSES if access in body), default=len(body))
-    return WAIT in body and body.index(WAIT) < first
+    body, access = body_and_access(source)
+    before, wait, after = body.partition(WAIT)
+    assert access.search(body), "nothing is read at all: the pattern is wrong"
+    return bool(wait) and not access.search(before)
 
 
 @pytest.mark.parametrize("name", ["summary", "scan", "operator"])
@@ -49,10 +60,11 @@ def test_readers_wait_before_they_read(sources, name):
 @pytest.mark.parametrize("name", ["forward", "operator_forward"])
 def test_a_segment_waits_before_it_reads_or_at_its_end(sources, name):
     """Beside the summary it waits for that to end after all its work: the scan waits for it."""
-    body = sources[name][sources[name].rindex("__global__") :]
+    body, access = body_and_access(sources[name])
     before, between, after = body.split(WAIT)
-    assert "if (beside == 0)" in before and not any(access in before for access in ACCESSES)
-    assert "if (beside != 0)" in between[-80:] and not any(access in after for access in ACCESSES)
+    assert "if (beside == 0)" in before and not access.search(before)
+    assert "if (beside != 0)" in between[-80:] and not access.search(after)
+    assert access.search(between)
 
 
 def test_the_summary_lets_the_first_segment_start_when_it_has_waited(sources):
@@ -65,7 +77,18 @@ def test_what_is_read_next_triggers(sources, name):
     assert TRIGGER in sources[name]
 
 
-def test_the_comparison_can_fail():
-    source = f"__global__ void f() {{ float x = gate[0]; {WAIT} }}"
-    assert not waits_before_anything(source)
-    assert not waits_before_anything("__global__ void f() {}")
+@pytest.mark.parametrize(
+    ("body", "waits"),
+    [
+        (f"{WAIT} float x = gate[0];", True),
+        (f"int n = cu_seqlens[1]; {WAIT} float x = gate[n];", True),
+        (f"int n = order[0]; {WAIT} float x = gate[n];", False),
+        (f"float x = *(float*)(gate + 1); {WAIT}", False),
+        (f"tl::tma_load(k_desc, 0); {WAIT} float x = gate[0];", False),
+        ("float x = gate[0];", False),
+    ],
+)
+def test_the_comparison_can_fail(body, waits):
+    parameters = "const int* order, float* __restrict__ gate, const int* cu_seqlens, int n"
+    source = f"__global__ void f({parameters});\n__global__ void f({parameters}) {{ {body} }}"
+    assert waits_before_anything(source) == waits
