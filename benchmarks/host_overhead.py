@@ -14,8 +14,6 @@ before and behind the call, then a synchronisation):
 """
 
 import argparse
-import csv
-import json
 import sys
 from pathlib import Path
 
@@ -26,7 +24,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernel")]
 
 import gdn_prefill  # noqa: E402
 from cases import load_cases, make_inputs  # noqa: E402
-from harness.results import RESULTS, Stamp, begin_metadata, finish_metadata  # noqa: E402
+from harness.results import (  # noqa: E402
+    RESULTS,
+    Stamp,
+    begin_metadata,
+    finish_metadata,
+    write_table,
+)
 from harness.timing import Plan, Protocol, capture, interleave, make_timer  # noqa: E402
 
 COLUMNS = ("case", "reused", "fresh", "replay", "kernel", "reused_minus_replay", "reused_over")
@@ -73,13 +77,7 @@ def main() -> int:
         print(("{:20s}" + "{:20.2f}" * (len(COLUMNS) - 1)).format(*rows[-1].values()), flush=True)
     if options.record:
         path = RESULTS / stamp.device / "host_overhead.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as handle:
-            writer = csv.DictWriter(handle, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        text = json.dumps(finish_metadata(metadata), indent=2, default=str)
-        path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+        write_table(path, COLUMNS, rows, finish_metadata(metadata))
     return 0
 
 

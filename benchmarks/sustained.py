@@ -21,14 +21,12 @@ limits are read, never set.
 """
 
 import argparse
-import csv
-import json
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +40,10 @@ from cases import Case, make_inputs  # noqa: E402
 from gdn_prefill.runtime import record  # noqa: E402
 from harness.device import pick_device, why_untimed  # noqa: E402
 from harness.options import seconds  # noqa: E402
-from harness.results import Stamp, begin_metadata, finish_metadata  # noqa: E402
+from harness.results import Stamp, begin_metadata, finish_metadata, write_table  # noqa: E402
 from harness.selection import select_cases  # noqa: E402
 from harness.tables import fixed, render  # noqa: E402
-from harness.timing import REST_S, Replay, rest  # noqa: E402
+from harness.timing import REST_S, Replay, median_known, rest  # noqa: E402
 
 SCHEMA = "sustained"
 COLUMNS = (
@@ -197,8 +195,8 @@ def summary(case: str, times_us: Sequence[float], readings: Iterable[Reading]) -
     held = 0
     for reading in readings:
         held |= reading.reasons
-    clock = _median(reading.sm_mhz for reading in readings)
-    power = _median(reading.power_w for reading in readings)
+    clock = median_known(reading.sm_mhz for reading in readings)
+    power = median_known(reading.power_w for reading in readings)
     return {
         "case": case,
         "replays": len(times_us),
@@ -211,11 +209,6 @@ def summary(case: str, times_us: Sequence[float], readings: Iterable[Reading]) -
     }
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
 def measure(case: Case, duration_s: float, device: torch.device, monitor: Monitor) -> dict:
     """The row of a case."""
     call = captured(case, device)
@@ -225,16 +218,6 @@ def measure(case: Case, duration_s: float, device: torch.device, monitor: Monito
     times_us = replay(call, duration_s)
     end = time.monotonic()
     return summary(case.name, times_us, monitor.between(start + LATE * (end - start), end))
-
-
-def write(path: Path, rows: Sequence[Mapping[str, object]], metadata: Mapping[str, object]) -> None:
-    """The rows as CSV and the metadata as JSON beside it; what is not known is an empty field."""
-    with path.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.DictWriter(handle, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    text = json.dumps(metadata, indent=2, default=str)
-    path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -259,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in cases:
             rows.append(measure(case, options.seconds, device, monitor))
             if options.out is not None:
-                write(options.out, rows, finish_metadata(metadata))
+                write_table(options.out, COLUMNS, rows, finish_metadata(metadata))
     print(render(COLUMNS, [tuple(row.values()) for row in rows]), end="")
     return 0
 

@@ -13,7 +13,6 @@ crashes the rest, one that gives no answer in time all the rest; the others go o
 
 import argparse
 import csv
-import json
 import math
 import sys
 import time
@@ -31,10 +30,10 @@ from .implementations import FULL, OURS, OURS_LAB, get
 from .operator_child import LIMIT, Workload, to_json
 from .options import seconds
 from .progress import Progress, note
-from .results import RESULTS, Recorder, Stamp, finish_metadata
+from .results import RESULTS, Recorder, Stamp, finish_metadata, write_table
 from .score import geometric_mean
 from .tables import fixed, render
-from .timing import REST_S, Protocol, median_clock, paired_ratio
+from .timing import REST_S, Protocol, median_known, paired_ratio
 
 NAME, HOST_NAME = "operator", "operator_host"
 HOST_SCHEMA = "operator_host"
@@ -99,7 +98,7 @@ class Measured:
             self.status,
             self.reason,
             tuple(self.times_ms) if self.ready else (),
-            clock_mhz=median_clock(self.clocks_mhz) if self.ready else None,
+            clock_mhz=median_known(self.clocks_mhz) if self.ready else None,
         )
 
     def ask(self, **job: object) -> dict:
@@ -357,14 +356,8 @@ def write_hosts(
         new = {row["case"] for row in rows}
         with path.open(newline="", encoding="utf-8") as handle:
             rows = [*(row for row in csv.DictReader(handle) if row["case"] not in new), *rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.DictWriter(handle, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
     about = finish_metadata(metadata, unit="us") | {"schema": HOST_SCHEMA}
-    text = json.dumps(about, indent=2, default=str)
-    path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    write_table(path, list(rows[0]), rows, about)
     return path
 
 

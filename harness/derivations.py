@@ -140,14 +140,20 @@ class Derivations:
     def mean_peer_ratio(self, peer: str, scope: str = CORE) -> float:
         return geometric_mean([self.peer_ratio(peer, case, scope) for case in self._cases])
 
-    def core(self, implementation: str, case: str, field: str = "median_ms") -> float:
-        """Of core.csv, this release's core beside FlashQLA's: milliseconds, or the SM clock."""
+    def core(self, implementation: str, case: str) -> float:
+        """Of core.csv: this release's core beside FlashQLA's."""
+        return _median(
+            self._rows("core"),
+            (implementation, self._cases[case].name),
+            lambda row: (row.implementation, row.case),
+        )
+
+    def core_clock(self, case: str) -> float:
+        """SM clock of our core's times in core.csv, MHz."""
         for row in self._rows("core"):
-            if (row.implementation, row.case) == (implementation, self._cases[case].name):
-                value = getattr(row, field)
-                if value is not None:
-                    return float(value)
-        raise NotRecordedError(f"core.csv has no {implementation} on {case}")
+            if (row.implementation, row.case) == (OURS, case) and row.sm_mhz is not None:
+                return row.sm_mhz
+        raise NotRecordedError(f"core.csv has no clock of {case}")
 
     def core_ratio(self, peer: str, case: str) -> float:
         """A peer's core over ours: above 1 where this package is faster."""
@@ -178,18 +184,11 @@ class Derivations:
         """Host time of a warm call in microseconds: "plan", "fresh" or "replay"."""
         if workload not in self._workloads:
             raise LookupError(f"no workload {workload}")
-        path = self._folder / f"{HOST_NAME}.csv"
-        if not path.is_file():
-            raise NotRecordedError(f"{path.name} is not recorded")
-        with path.open(newline="", encoding="utf-8") as handle:
-            found = {row["case"]: row for row in csv.DictReader(handle)}
-        if workload not in found:
-            raise NotRecordedError(f"{path.name} has no {workload}")
-        return float(found[workload][what])
+        return float(self._of_case(HOST_NAME, workload)[what])
 
     def host(self, case: str, column: str) -> float:
         """A column of host_overhead.csv, in microseconds."""
-        return float(self._host[case][column])
+        return float(self._of_case("host_overhead", case)[column])
 
     def hosts(self, column: str) -> list[float]:
         return sorted(self.host(case, column) for case in self._cases)
@@ -208,15 +207,11 @@ class Derivations:
 
     def split(self, round_: int, plan: str, part: str = "total") -> float:
         """Microseconds of a part of a split in a round of rounds/, as split_variants names both."""
-        path = self._folder / "rounds" / f"split_round{round_}.csv"
-        if not path.is_file():
-            raise NotRecordedError(f"round {round_} of the split has no times")
-        with path.open(newline="", encoding="utf-8") as handle:
-            for row in csv.DictReader(handle):
-                apart = ":apart" if row.get("paired") == "False" else ""
-                fields = ("case", "segments", "block_dv", "products")
-                if ":".join(row[field] for field in fields) + apart == plan:
-                    return float(row[f"{part}_us"])
+        fields = ("case", "segments", "block_dv", "products")
+        for row in self._table(f"rounds/split_round{round_}"):
+            apart = ":apart" if row.get("paired") == "False" else ""
+            if ":".join(row[field] for field in fields) + apart == plan:
+                return float(row[f"{part}_us"])
         raise NotRecordedError(f"round {round_} of the split has no {plan}")
 
     def fitted(self, launch: str, part: str) -> float:
@@ -225,13 +220,7 @@ class Derivations:
 
     def sustained(self, case: str, column: str) -> float:
         """A column of sustained.csv: microseconds, or megahertz."""
-        path = self._folder / "sustained.csv"
-        if path.is_file():
-            with path.open(newline="", encoding="utf-8") as handle:
-                for row in csv.DictReader(handle):
-                    if row["case"] == case:
-                        return float(row[column])
-        raise NotRecordedError(f"{case} was not replayed for long")
+        return float(self._of_case("sustained", case)[column])
 
     def wavefronts(self, round_: int, variant: str, chunks: int, operation: str = "") -> float:
         """Shared-memory wavefronts of a CTA in a chunk, one a cycle, as ncu counts them.
@@ -378,10 +367,20 @@ class Derivations:
             self._read[name] = read_rows(path)
         return self._read[name]
 
-    @functools.cached_property
-    def _host(self) -> dict[str, dict[str, str]]:
-        with (self._folder / "host_overhead.csv").open(newline="", encoding="utf-8") as handle:
-            return {row["case"]: row for row in csv.DictReader(handle)}
+    def _table(self, name: str) -> list[dict[str, str]]:
+        """The rows of a CSV of another kind; none where it is not recorded."""
+        path = self._folder / f"{name}.csv"
+        if not path.is_file():
+            return []
+        with path.open(newline="", encoding="utf-8") as handle:
+            return list(csv.DictReader(handle))
+
+    def _of_case(self, name: str, case: str) -> dict[str, str]:
+        """The row of a case or workload."""
+        for row in self._table(name):
+            if row["case"] == case:
+                return row
+        raise NotRecordedError(f"{name}.csv has no {case}")
 
     def _counted(self, version: str, case: str) -> dict[str, float]:
         if (version, case) not in self._counters:
@@ -389,12 +388,8 @@ class Derivations:
         return self._counters[version, case]
 
     def _round(self, number: int) -> dict[tuple[str, str], float]:
-        path = self._folder / "rounds" / f"resident_round{number}.csv"
-        if not path.is_file():
-            raise NotRecordedError(f"round {number} has no times")
-        with path.open(newline="", encoding="utf-8") as handle:
-            rows = csv.DictReader(handle)
-            return {(row["variant"], row["shape"]): float(row["median_us"]) for row in rows}
+        rows = self._table(f"rounds/resident_round{number}")
+        return {(row["variant"], row["shape"]): float(row["median_us"]) for row in rows}
 
     @functools.cached_property
     def _counters(self) -> dict[tuple[str, str], dict[str, float]]:
@@ -563,24 +558,16 @@ def _operator(derive: Derivations) -> str:
 
 def _core(derive: Derivations) -> str:
     """The core of this release and FlashQLA's on the public cases, kernels alone."""
-    columns = {
-        "ours": (OURS, "median_ms"),
-        "FlashQLA": ("flash_qla", "median_ms"),
-        "FlashQLA, no split": ("flash_qla_nocp", "median_ms"),
-        "SM clock, MHz": (OURS, "sm_mhz"),
-    }
-    digits = {"median_ms": 4, "sm_mhz": 0}
+    names = {"ours": OURS, "FlashQLA": "flash_qla", "FlashQLA, no split": "flash_qla_nocp"}
     rows = [
         (
             case,
-            *(
-                _or_pending(lambda c=case, n=n, f=f: derive.core(n, c, f), digits[f])
-                for n, f in columns.values()
-            ),
+            *(_or_pending(lambda c=case, n=n: derive.core(n, c), 4) for n in names.values()),
+            _or_pending(lambda c=case: derive.core_clock(c), 0),
         )
         for case in derive._cases
     ]
-    return _markdown(("core, ms", *columns), rows)
+    return _markdown(("core, ms", *names, "SM clock, MHz"), rows)
 
 
 def _scores(derive: Derivations) -> str:

@@ -38,7 +38,7 @@ from .implementations import CORE
 from .problem import expected_values
 from .relay import Relay
 from .rotation import draw_signs, flipped_expectations
-from .timing import SPIN_CYCLES, Plan, Protocol, median_clock, percentile, rest
+from .timing import SPIN_CYCLES, Plan, Protocol, median_known, percentile, rest
 from .worker import TIMEOUT_S
 
 SUBMISSION = "submission"
@@ -463,7 +463,7 @@ def _bytes(layout: Expected) -> int:
 
 def _clock(calls: Iterable[_Call]) -> float | None:
     """The median SM clock of the calls."""
-    return median_clock(call.clock_mhz for call in calls)
+    return median_known(call.clock_mhz for call in calls)
 
 
 def _doubtful_clock(calls: Sequence[_Call]) -> list[str]:

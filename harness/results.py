@@ -181,6 +181,22 @@ def finish_metadata(begun: Mapping[str, object], **more: object) -> dict:
     return {**begun, "clocks_after": clocks, "driver": clocks.get("driver_version"), **more}
 
 
+def write_table(
+    path: Path,
+    columns: Sequence[str],
+    rows: Iterable[Mapping[str, object]],
+    metadata: Mapping[str, object],
+) -> None:
+    """Rows that are no measurements of implementations, as CSV, and their metadata beside them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.DictWriter(handle, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    text = json.dumps(metadata, indent=2, default=str)
+    path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+
+
 def write_results(
     name: str,
     rows: Sequence[Row],

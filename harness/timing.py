@@ -127,10 +127,10 @@ def paired_ratio(numerator: Sample, denominator: Sample) -> float:
     return statistics.median(a / b for a, b in pairs)
 
 
-def median_clock(clocks_mhz: Iterable[float | None]) -> float | None:
-    """The median of the clocks that were measured; None if none was."""
-    measured = [clock for clock in clocks_mhz if clock is not None]
-    return statistics.median(measured) if measured else None
+def median_known(values: Iterable[float | None]) -> float | None:
+    """The median of what was measured, such as clocks; None if nothing was."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def rest(device: torch.device, seconds: float = REST_S) -> None:
@@ -324,7 +324,7 @@ def interleave(
 def _sample(pairs: Iterable[tuple[float, float | None]]) -> Sample:
     """Of pairs of milliseconds and clock."""
     times_ms, clocks_mhz = zip(*pairs, strict=True)
-    return Sample(times_ms, median_clock(clocks_mhz))
+    return Sample(times_ms, median_known(clocks_mhz))
 
 
 def launch_untimed(calls: dict[str, Call], plan: Plan, device: torch.device) -> None:

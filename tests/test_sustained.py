@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cases import load_cases
-from harness.results import Stamp, begin_metadata, finish_metadata
+from harness.results import Stamp, begin_metadata, finish_metadata, write_table
 
 PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "sustained.py"
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_rows_and_metadata_are_written(tmp_path):
         for name, readings in (("a", READINGS), ("b", []))
     ]
     metadata = begin_metadata(Stamp.now(CPU)) | {"schema": sustained.SCHEMA, "unit": "us"}
-    sustained.write(path, rows, finish_metadata(metadata))
+    write_table(path, sustained.COLUMNS, rows, finish_metadata(metadata))
     with path.open(newline="") as handle:
         read = list(csv.DictReader(handle))
     assert tuple(read[0]) == sustained.COLUMNS

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .dispatch import PRODUCTS, TILES, core_plan
 from .runtime import RUNTIME, sm_count
-from .split import CorePlan
+from .split import CorePlan, ordered_launches
 from .validation import CHUNK, HEAD_DIM
 
 if TYPE_CHECKING:
@@ -114,10 +114,20 @@ def launch_forward(
     )
     launchers = {name: RUNTIME.kernel(*kernel) for name, kernel in kernels.items()}
     absent = gate.view(-1)[:1]
-    (bounds, bounds_step), (reads, reads_step), (writes, writes_step), (starts, starts_step) = (
+    # CTAs that all run at once may begin in any order.
+    ctas = sequences * heads_v * HEAD_DIM // plan.block_dv
+    ordered = cu_seqlens is not None and ctas > sm_count(q.device)
+    (
+        (bounds, bounds_step),
+        (order, order_step),
+        (reads, reads_step),
+        (writes, writes_step),
+        (starts, starts_step),
+    ) = (
         words(numbers, absent)
         for numbers in (
             cu_seqlens,
+            workspace["order"] if ordered else None,
             initial_rows,
             final_rows,
             states_starts if states is not None else None,
@@ -128,10 +138,6 @@ def launch_forward(
         absent if tensor is None else tensor
         for tensor in (initial_state, final_state, states, query_norm, key_norm)
     )
-    # CTAs that all run at once may begin in any order.
-    ctas = sequences * heads_v * HEAD_DIM // plan.block_dv
-    ordered = cu_seqlens is not None and ctas > sm_count(q.device)
-    order = workspace["order"] if cu_seqlens is not None else absent.view(torch.int32)
     segment_states, length = absent, 0
     if plan.cut is not None:
         length = plan.cut.chunks_per_segment
@@ -140,7 +146,7 @@ def launch_forward(
         )
         between = (segment_states, transitions, residuals, decays)
 
-    def forward(first_segment, segments, beside=0):
+    def forward(first_segment, segments, beside):
         launchers["forward"](
             q,
             k,
@@ -164,7 +170,7 @@ def launch_forward(
             kernels["forward"].config.flush_limit(batch_invariant),
             sequences,
             bounds_step,
-            int(ordered),
+            order_step,
             reads_step,
             writes_step,
             starts_step,
@@ -178,15 +184,17 @@ def launch_forward(
         )
 
     if plan.cut is None:
-        forward(0, 1)
+        forward(0, 1, 0)
         return
-    if "scan" in launchers:
+
+    def summary():
         launchers["summary"](k, v, A, gate, beta, key_norm, *between, length)
-        forward(0, 1, beside=1)
+
+    def scan():
         launchers["scan"](*between)
-    else:
-        forward(0, 1)
-    forward(1, plan.cut.segments - 1)
+
+    for _, launch in ordered_launches(plan.cut, summary, scan, forward):
+        launch()
 
 
 def address(tensor: Tensor | None) -> int | None:

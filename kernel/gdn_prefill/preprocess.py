@@ -161,49 +161,26 @@ def operator_config(
 ) -> OperatorPreprocessConfig:
     """The specialisation that serves such a call of ``prepare_operator``."""
     return _config(
-        k.shape[2],
-        g.shape[2],
-        k.dtype,
-        gate_mode,
-        g.dtype,
-        dt_bias is not None,
-        beta_mode,
-        beta.dtype,
-        q is not None,
-        None if cu_seqlens is None else cu_seqlens.dtype,
-        not (k.is_contiguous() and (q is None or q.is_contiguous())),
+        heads_q=k.shape[2],
+        heads_v=g.shape[2],
+        dtype=_name(k.dtype),
+        gate=gate_mode,
+        gate_dtype=_name(g.dtype),
+        dt_bias=dt_bias is not None,
+        beta=beta_mode,
+        beta_dtype=_name(beta.dtype),
+        l2norm=q is not None,
+        cu_seqlens=None if cu_seqlens is None else _name(cu_seqlens.dtype),
+        strided=not (k.is_contiguous() and (q is None or q.is_contiguous())),
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _config(
-    heads_q: int,
-    heads_v: int,
-    dtype: torch.dtype,
-    gate: str,
-    gate_dtype: torch.dtype,
-    dt_bias: bool,
-    beta: str,
-    beta_dtype: torch.dtype,
-    l2norm: bool,
-    cu_seqlens: torch.dtype | None,
-    strided: bool,
-) -> OperatorPreprocessConfig:
+def _config(**fields) -> OperatorPreprocessConfig:
+    """Made and checked once: eager calls come here every time."""
     from .kernels.preprocess import OperatorPreprocessConfig
 
-    return OperatorPreprocessConfig(
-        heads_q=heads_q,
-        heads_v=heads_v,
-        dtype=_name(dtype),
-        gate=gate,
-        gate_dtype=_name(gate_dtype),
-        dt_bias=dt_bias,
-        beta=beta,
-        beta_dtype=_name(beta_dtype),
-        l2norm=l2norm,
-        cu_seqlens=None if cu_seqlens is None else _name(cu_seqlens),
-        strided=strided,
-    )
+    return OperatorPreprocessConfig(**fields)
 
 
 def operator_configs(
@@ -280,16 +257,10 @@ def operator_outputs(
 
 
 def operator_bytes(
-    B: int,
-    T: int,
-    Hq: int,
-    Hv: int,
-    dtype: torch.dtype = torch.bfloat16,
-    l2norm: bool = False,
-    sequences: int | None = None,
+    B: int, T: int, Hq: int, Hv: int, dtype: torch.dtype = torch.bfloat16, l2norm: bool = False
 ) -> int:
     """Bytes of everything that ``prepare_operator`` writes."""
-    outputs = operator_outputs(B, T, Hq, Hv, dtype, l2norm, sequences).values()
+    outputs = operator_outputs(B, T, Hq, Hv, dtype, l2norm).values()
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in outputs)
 
 

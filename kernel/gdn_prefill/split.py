@@ -196,20 +196,33 @@ def split_launches(
     def scan():
         launchers.scan(states, transitions, residuals, decays)
 
-    def forward(first, segments, beside=0):
+    def forward(first, segments, beside):
         launchers.forward(
             *(q, k, v, g_cumsum, beta, A, initial_state, states, output, final_state, scale),
             *(length, first, segments, beside),
         )
 
+    return ordered_launches(plan, summary, scan, forward)
+
+
+def ordered_launches(
+    plan: SegmentPlan,
+    summary: Callable[[], Any],
+    scan: Callable[[], Any],
+    forward: Callable[..., Any],
+) -> tuple[tuple[str, Callable[[], Any]], ...]:
+    """The launches of a split in order, each with its name; forward(first, segments, beside) runs
+    the forward kernel over some segments, beside the launch before it where beside is 1.
+    """
+
     def rest():
-        forward(1, plan.segments - 1)
+        forward(1, plan.segments - 1, 0)
 
     if not plan.scan_steps:
-        return ("first", lambda: forward(0, 1)), ("rest", rest)
+        return ("first", lambda: forward(0, 1, 0)), ("rest", rest)
     return (
         ("summary", summary),
-        ("first", lambda: forward(0, 1, beside=1)),
+        ("first", lambda: forward(0, 1, 1)),
         ("scan", scan),
         ("rest", rest),
     )
