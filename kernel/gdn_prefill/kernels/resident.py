@@ -198,7 +198,9 @@ def _sequences(config: ResidentConfig):
         final_state: T.Tensor(state_shape if config.store_final_state else (1,), fp32),
         scale: T.float32,
     ):
-        with T.Kernel(slices * heads_v * batch, threads=config.threads) as (block,):
+        with T.Kernel(
+            slices * heads_v * batch, threads=config.threads, cluster_dims=config.cluster
+        ) as (block,):
             inputs = SimpleNamespace(
                 q=q,
                 k=k,
@@ -252,7 +254,11 @@ def _segments(config: ResidentConfig):
     ):
         # Three extents, as a division by a run-time number would land in every TMA coordinate.
         with T.Kernel(
-            slices * heads_v, batch, launched, threads=config.threads, cluster_dims=config.pair
+            slices * heads_v,
+            batch,
+            launched,
+            threads=config.threads,
+            cluster_dims=config.cluster or config.pair,
         ) as (
             tile,
             sequence,

@@ -149,6 +149,10 @@ class TileConfig:
         return (2, 1, 1) if tiles % 2 == 0 else None
 
     @property
+    def cluster(self):
+        return (2, 1, 1) if self.block_dv == 64 else None
+
+    @property
     def slow_limit(self) -> float:
         """log2 of the smallest decay of one chunk that its factors may hold."""
         return SLOW_LIMITS[self.dtype, self.block_dv]

@@ -73,6 +73,7 @@ from .resident_common import (
     write_slow_score_gates,
 )
 
+SCORES_SYNC = 2
 DK_HALVES = (0, 1)  # the state is two accumulators of 64 dk columns: one converts, one is summed
 
 
@@ -325,18 +326,30 @@ def store_scores(here, tiles, registers):
 @T.macro
 def scores_role(config, place, scale, tiles, barriers, registers):
     """P of every chunk, up to SCORE_SLOTS ahead of the output group."""
-    arrive_warp(barriers.published, 0)
+    rank = TC.block_rank_in_cluster()
+    if T.shuffle_elect(WARP_GROUP):
+        T.barrier_arrive(barriers.published[0])
     for chunk in rolled(place.chunks):
         here = step(config, chunk)
-        T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
-        multiply_queries_keys(here, tiles, registers)
-        gate_scores(config, here, scale, tiles, registers)
-        arrive_warp(barriers.inputs_free, here.stage)
-        # Also keeps this group from arriving twice in one phase of a publication.
         index = chunk + 1
-        T.barrier_wait(barriers.scores_free[index % SCORE_SLOTS], (index // SCORE_SLOTS + 1) % 2)
-        store_scores(here, tiles, registers)
-        arrive_warp(barriers.published, index % config.slots)
+        T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
+        if chunk % 2 == rank:
+            multiply_queries_keys(here, tiles, registers)
+            gate_scores(config, here, scale, tiles, registers)
+            arrive_warp(barriers.inputs_free, here.stage)
+            T.barrier_wait(barriers.scores_free[0], (index // 2 + 1) % 2)
+            store_scores(here, tiles, registers)
+            T.sync_threads(SCORES_SYNC, WARP_GROUP)
+            T.copy_cluster(
+                tiles.scores[here.chunk % SCORE_SLOTS, :, :],
+                tiles.scores[here.chunk % SCORE_SLOTS, :, :],
+                dst_block=1 - rank,
+                remote_barrier=barriers.published[index % config.slots],
+            )
+            if T.shuffle_elect(WARP_GROUP):
+                T.barrier_arrive(barriers.published[index % config.slots])
+        else:
+            arrive_warp(barriers.inputs_free, here.stage)
 
 
 # --- output group
@@ -406,7 +419,9 @@ def hand_over_output(barriers):
 @T.macro
 def free_scores(index, barriers):
     """The scores that came with a publication have been used; with the first came none."""
-    arrive_warp(barriers.scores_free, index % SCORE_SLOTS)
+    T.sync_warp()
+    if T.shuffle_elect(WARP):
+        T.mbarrier_arrive(barriers.scores_free[0], (index + 1) % 2)
 
 
 @T.macro
@@ -537,6 +552,7 @@ def run_roles(config, place, scale, inputs, hooks, memory):
         set_registers(config, "service")
         lane = thread - config.service_thread
         service_role(config, place, lane, scale, inputs, hooks, SERVICE, memory)
+    TC.cluster_sync()
 
 
 def cta_memory(config) -> SimpleNamespace:
@@ -576,9 +592,9 @@ def cta_memory(config) -> SimpleNamespace:
             [3 * WARPS_PER_GROUP] * stages
         ),  # by state, output and scores groups
         published=T.alloc_barrier(
-            [2 * WARPS_PER_GROUP] * config.slots
+            [WARPS_PER_GROUP + 1] * config.slots
         ),  # by the state group and the scores group
-        scores_free=T.alloc_barrier([WARPS_PER_GROUP] * SCORE_SLOTS),  # by the output group
+        scores_free=T.alloc_cluster_barrier([2 * WARPS_PER_GROUP]),  # by the output group
         output_ready=T.alloc_barrier([WARPS_PER_GROUP]),  # by the output group
         output_stored=T.alloc_barrier([WARP]),  # by the writer warp
     )

@@ -484,7 +484,7 @@ def operator_kernel(config: OperatorConfig):
                 else (slices * heads_v * sequences, 1, 1)
             ),
             threads=config.threads,
-            cluster_dims=config.pair if config.segmented else None,
+            cluster_dims=(config.cluster or config.pair) if config.segmented else config.cluster,
         ) as (block, row, number):
             segment = first_segment + number
             if config.packed:  # noqa: SIM102, one of them is of the kernel itself
