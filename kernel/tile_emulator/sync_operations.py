@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from .detector import COMMON
 from .lanes import uniform
 from .registry import operation
 from .role import Role, Wait
 from .steps import Step
-from .tile_operations import compile_barriers
+from .transactions import compile_barriers
 
 
 @operation("mbarrier_wait_parity")
@@ -112,9 +111,10 @@ def sync_threads(compiler, call) -> Step:
 
 
 def meet(role: Role, barrier, everyone: bool):
-    """Arrive at a named barrier and wait until all have; everyone publishes common code, too."""
+    """Arrive at a barrier and wait until all have; everyone publishes common code, too."""
     if everyone:
-        barrier.incoming[0, COMMON] = role.cta.detector.now.get(COMMON, 0)
+        common = role.cta.common
+        barrier.incoming[0, common] = role.cta.detector.now.get(common, 0)
     role.wait = Wait(barrier, phase=barrier.phase)
     if role.cta.trace:
         role.cta.trace.arrived(role, barrier)
