@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 import numpy as np
@@ -106,8 +107,9 @@ def check_bulk(compiler, source: RegionMaker, target: RegionMaker) -> None:
         spec.is_shared and is_contiguous(shape, spec.shape)
         for spec, shape in zip(specs, shapes, strict=True)
     )
-    same = specs[0].dtype == specs[1].dtype and prod(shapes[0]) == prod(shapes[1]) if whole else 0
-    if not same or prod(shapes[0]) * item_bytes(specs[0].dtype) % BULK_BYTES:
+    sizes = [prod(shape) * item_bytes(specs[0].dtype) for shape in shapes] if whole else [0, 1]
+    same = specs[0].dtype == specs[1].dtype and sizes[0] == sizes[1]
+    if not same or sizes[0] % BULK_BYTES:
         raise UnsupportedOperation(
             f"a copy in a cluster of {specs[0].name} to {specs[1].name} that is not one bulk copy"
         )
@@ -121,9 +123,9 @@ def is_contiguous(extent: tuple, shape: tuple[int, ...]) -> bool:
     return extent[first + 1 :] == shape[first + 1 :]
 
 
-def compile_multicast(compiler, notes: dict):
-    """Of the annotations of a TMA load the closures of the bytes it expects, given its size, and of
-    the CTAs it is to land in.
+def compile_multicast(notes: dict) -> tuple[Callable, Callable]:
+    """Of the annotations of a TMA load: expected(cta, size), the bytes that a CTA expects of a load
+    of this size, and landings(role), the CTAs it lands in.
 
     With a cluster_mask the lowest rank of the mask loads for all of them.  On a cluster barrier
     TileLang lets rank 0 expect the bytes of all CTAs, and no other rank any.

@@ -60,6 +60,7 @@ class Cta:
         self.report, self.options, self.trace = cluster.report, cluster.options, cluster.trace
         self.detector, self.in_flight = cluster.detector, cluster.in_flight
         self.common = self.detector.clock("common", rank)
+        self.common_fenced = 0
         self.begun = self.detector.clock("begun", rank)
         self.tiles: dict[int, Tile] = {}
         self.barriers: dict[int, list[Barrier]] = {}
@@ -105,9 +106,17 @@ class Cta:
             yield from group
         yield from self.named.values()
 
+    # ---- code that all threads run ----
     def common_stamp(self) -> Stamp:
-        """Next tick of the code that all threads run."""
+        """Of a store in it."""
         return self.detector.stamp("common", self.rank)
+
+    def common_times(self) -> tuple[int, int]:
+        """Of its last store, and of the last one that passed a proxy fence in it."""
+        return self.detector.now.get(self.common, 0), self.common_fenced
+
+    def fence_common(self) -> None:
+        self.common_fenced = self.common_times()[0]
 
     # ---- other CTAs of the cluster ----
     def peer(self, role: Role, rank) -> Cta:

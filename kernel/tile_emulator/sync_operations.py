@@ -72,7 +72,14 @@ def expect(compiler, call) -> Step:
 
 @operation("fence_proxy_async")
 def fence(compiler, call) -> Step:
-    return Step(lambda role: role.fence())
+    common = compiler.scope.depth == 0
+
+    def run(role: Role):
+        role.fence()
+        if common and role.leader:
+            role.cta.fence_common()
+
+    return Step(run)
 
 
 @operation("sync_warp")
@@ -113,8 +120,7 @@ def sync_threads(compiler, call) -> Step:
 def meet(role: Role, barrier, everyone: bool):
     """Arrive at a barrier and wait until all have; everyone publishes common code, too."""
     if everyone:
-        common = role.cta.common
-        barrier.incoming[0, common] = role.cta.detector.now.get(common, 0)
+        barrier.incoming[:, role.cta.common] = role.cta.common_times()
     role.wait = Wait(barrier, phase=barrier.phase)
     if role.cta.trace:
         role.cta.trace.arrived(role, barrier)

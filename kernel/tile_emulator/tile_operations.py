@@ -75,8 +75,7 @@ def tma_copy(compiler, call) -> Step:
     """A bulk copy by one elected thread.
 
     With a barrier a load: expects the bytes and lands later, without an arrival; with a mask of
-    CTAs in each of them.  Without one a
-    store: reads its source until tma_store_wait.
+    CTAs in each of them.  Without a barrier a store: reads its source until tma_store_wait.
     """
     source, target = compile_region(compiler, call.args[0]), compile_region(compiler, call.args[1])
     notes = annotations_of(call)
@@ -101,7 +100,7 @@ def tma_copy(compiler, call) -> Step:
             deposit(role, b, x)
     else:
         barriers_of = compile_barriers(compiler, notes["barrier"])
-        expected, landings = compile_multicast(compiler, notes)
+        expected, landings = compile_multicast(notes)
 
         def issue(role: Role):
             a, b = source(role), target(role)

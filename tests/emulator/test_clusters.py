@@ -201,6 +201,39 @@ def test_peers_must_have_initialised_their_barriers():
     assert "CTA rank 1 may not have initialised its barriers" in str(report)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("fence", [True, False])
+@pytest.mark.parametrize("threads", [32, 64])
+def test_ring_of_four_ctas_of_two_dimensions(threads, fence, schedule):
+    """In code that all threads run one thread copies, whether they are one role or two."""
+
+    @T.prim_func
+    def kernel(y: T.Tensor((2, 4, 64), FP32)):
+        with T.Kernel(2, 4, threads=threads, cluster_dims=(2, 2, 1)) as (bx, by):
+            outgoing = T.alloc_shared((64,), FP32)
+            incoming = T.alloc_shared((64,), FP32)
+            filled = T.alloc_cluster_barrier(1)
+            tx = T.get_thread_binding()
+            rank = TC.block_rank_in_cluster()
+            T.fill(outgoing, 10 * (by // 2) + rank)
+            if fence:
+                T.fence_proxy_async()
+            T.copy_cluster(outgoing, incoming, dst_block=(rank + 1) % 4, remote_barrier=filled[0])
+            if tx < 32:
+                T.barrier_wait(filled[0], 0)
+                for i in T.Parallel(64):
+                    y[bx, by, i] = incoming[i]
+            TC.cluster_sync()
+
+    y = np.zeros((2, 4, 64), np.float32)
+    program = Program(kernel)
+    assert len(program.roles) == 4 * threads // 32
+    report = run(program, y, schedule=schedule)
+    assert report.kinds == (set() if fence else {"fence"}), report
+    assert set(report.arrivals["filled"].values()) == {1}
+    assert y[:, :, 0].tolist() == [[3, 1, 13, 11], [0, 2, 10, 12]]
+
+
 @pytest.mark.parametrize(
     ("dims", "ranks"),
     [
