@@ -87,7 +87,7 @@ def parser() -> Parser:
         "--schedule", action="append", help=f"{HELP}; or adversarial: all delays and hurries"
     )
     out.add_argument("--check", type=checks, default=ALL_CHECKS, help=f"default {ALL_CHECKS}")
-    out.add_argument("--ctas", type=whole(1), help="run only the first CTAs")
+    out.add_argument("--ctas", type=whole(1), help="run only the first CTAs, in whole clusters")
     out.add_argument("--workers", type=whole(1), default=1, help="processes (default 1)")
     out.add_argument("--timeline", type=picture, metavar="FILE.png", help="plot the first CTA")
     out.add_argument(

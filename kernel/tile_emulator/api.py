@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import count
 
 from .cta import Options
 from .program import Program
@@ -37,9 +38,10 @@ def emulate(
     UnsupportedOperation always are). pass_configs: those the kernel is compiled with; with
     TL_DISABLE_THREAD_STORAGE_SYNC missing syncs between the threads of one role are looked for.
     auto_sync overrides that; auto_fence=False takes TileLang's InjectFenceProxy away. blocks(block
-    index) -> bool picks CTAs.  progress(done, total) is called after each CTA. workers: processes
-    the CTAs are spread over. timeline: report.timeline of the first CTA. Raises KernelFault (its
-    .report holds everything found), UnsupportedOperation, TypeError / ValueError for arguments.
+    index) -> bool picks CTAs, those of their clusters with them.  progress(done, total) is called
+    after each CTA. workers: processes the CTAs are spread over. timeline: report.timeline of the
+    first CTA. Raises KernelFault (its .report holds everything found), UnsupportedOperation,
+    TypeError / ValueError for arguments.
     """
     if not isinstance(workers, int) or workers < 1:
         raise ValueError(f"workers={workers!r}: a whole number >= 1 is needed")
@@ -54,17 +56,18 @@ def emulate(
     launch = program.bind(tensors)
     if "race" in options.checks:
         program.track_outputs(launch)
-    numbers = [n for n, block in enumerate(launch.blocks) if blocks is None or blocks(block)]
-    if not numbers:
+    clusters = launch.clusters if blocks is None else launch.select(blocks)
+    if not clusters:
         raise ValueError(f"blocks: none of the launch's {len(launch.blocks)} CTAs would run")
     report = Report(schedule=schedule, roles=program.roles)
-    if workers > 1 and len(numbers) > 1:
+    total, done = sum(map(len, clusters)), count(1)
+    step = (lambda: progress(next(done), total)) if progress else (lambda: None)
+    if workers > 1 and len(clusters) > 1:
         from .pool import run_in_pool
 
-        run_in_pool(program, launch, numbers, schedule, options, report, progress, workers)
+        run_in_pool(program, launch, clusters, schedule, options, report, step, workers)
     else:
-        done = (lambda _: progress(report.ctas, len(numbers))) if progress else None
-        program.run_blocks(launch, numbers, schedule, options, report, done)
+        program.run_clusters(launch, clusters, schedule, options, report, lambda _: step())
     program.write_back(launch)
     report.written = program.coverage(launch)
     error = report.error()

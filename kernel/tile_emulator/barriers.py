@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from .role import Role
 
-CLOCKS = 256
+CLOCKS = 256  # of a CTA
 
 
 class Barrier:
@@ -20,17 +20,17 @@ class Barrier:
 
     threads_of: threads of each role that arrive together.
     phase is the number of completed phases; count and pending are in threads, outstanding in bytes.
-    incoming and released are [2, CLOCKS]: what the arrivals of this phase publish, and what a wait
+    incoming and released are [2, clocks]: what the arrivals of this phase publish, and what a wait
     acquires (row 0 all accesses, row 1 those that passed a proxy fence).
     """
 
-    def __init__(self, name: str, count: int, issue: Callable):
+    def __init__(self, name: str, count: int, issue: Callable, clocks: int = CLOCKS):
         self.name, self.count, self.pending = name, count, count
         self.outstanding = 0
         self.phase = 0
         self.issue = issue
-        self.incoming = np.zeros((2, CLOCKS), np.int32)
-        self.released = np.zeros((2, CLOCKS), np.int32)
+        self.incoming = np.zeros((2, clocks), np.int32)
+        self.released = np.zeros((2, clocks), np.int32)
         self.arrivals: list[tuple[str, int]] = []
         self.threads_of: dict[str, int] = {}
         self.loads = 0
@@ -76,6 +76,12 @@ class Barrier:
             self.pending -= taken
             threads -= taken
             self.complete_if_done()
+
+    def leave(self, threads: int) -> None:
+        """Threads that will not arrive any more: they have ended."""
+        self.count -= threads
+        self.pending -= threads
+        self.complete_if_done()
 
     def expect(self, size: int) -> None:
         self.outstanding += size

@@ -1,17 +1,19 @@
-"""One CTA: its roles, barriers and in-flight loads, run to the end under a schedule."""
+"""One CTA: its roles, tiles and barriers, and what must be in order when it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .barriers import Barrier
-from .detector import Detector
-from .errors import DeadlockError, EmulatorError, UnsupportedOperation
-from .report import KINDS, Issue, Report
+from .detector import Stamp
+from .memory import Tile
+from .report import KINDS, Issue
 from .role import Role
-from .scheduler import Schedule
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Options:
     """checks: groups of the check= option.
 
     auto_fence models TileLang's InjectFenceProxy, auto_sync its ThreadSync.
-    timeline: trace the first CTA.
+    timeline: trace the first CTA, with those of its cluster.
     """
 
     checks: frozenset[str]
@@ -33,28 +35,38 @@ class Options:
 
 
 class Load(NamedTuple):
-    """A TMA load: its stamp, and its text for messages."""
+    """A TMA load, or an access by another CTA: its stamp, and its text for messages."""
 
     clock: int
     time: int
     what: str
 
 
-class Cta:
-    """Run-time state shared by the roles of one thread block."""
+def suffix(rank: int) -> str:
+    """What tells the names of a CTA of this rank apart."""
+    return f"@{rank}" if rank else ""
 
-    def __init__(
-        self, number: int, block: tuple[int, ...], report: Report, options: Options, trace=None
-    ):
-        self.number, self.block, self.report, self.options = number, block, report, options
-        self.detector = Detector(
-            self.issue, "race" in options.checks, "init" in options.checks, options.auto_sync
-        )
+
+class Cta:
+    """Run-time state shared by the roles of one thread block.
+
+    tiles: its shared memory by the key of the buffer; common: the clock of the stores in code that
+    all its threads run; begun: that of the initialisation of its barriers; visits: the last access
+    of every clock that another CTA, or a copy to one, makes to its shared memory.
+    """
+
+    def __init__(self, cluster: Cluster, rank: int, number: int, block: tuple[int, ...]):
+        self.cluster, self.rank, self.number, self.block = cluster, rank, number, block
+        self.report, self.options, self.trace = cluster.report, cluster.options, cluster.trace
+        self.detector, self.in_flight = cluster.detector, cluster.in_flight
+        self.common = self.detector.clock("common", rank)
+        self.common_fenced = 0
+        self.begun = self.detector.clock("begun", rank)
+        self.tiles: dict[int, Tile] = {}
         self.barriers: dict[int, list[Barrier]] = {}
         self.named: dict[int | str, Barrier] = {}
-        self.in_flight: list[Callable] = []
         self.loads: list[Load] = []
-        self.trace = trace
+        self.visits: dict[int, Load] = {}
         self.roles: list[Role] = []
 
     def issue(self, role: Role | None, kind: str, text: str, *key) -> None:
@@ -67,7 +79,8 @@ class Cta:
             self.report.add(Issue(kind, self.block, name, where, text, subject), key or (text,))
 
     def barrier(self, name: str, count: int) -> Barrier:
-        barrier = Barrier(name, count, self.issue)
+        name += suffix(self.rank)
+        barrier = Barrier(name, count, self.issue, self.detector.width)
         if self.trace:
             barrier.on_complete = self.trace.completed_phase
         return barrier
@@ -93,41 +106,43 @@ class Cta:
             yield from group
         yield from self.named.values()
 
-    def run(self, programs: Sequence[Iterator], schedule: Schedule) -> None:
-        """Raises DeadlockError when nothing can go on."""
-        roles = self.roles
-        live = list(range(len(roles)))
-        engine = len(roles)
-        while live:
-            runnable = [k for k in live if roles[k].wait is None or not roles[k].wait.blocked]
-            if self.in_flight:
-                runnable.append(engine)
-            if not runnable:
-                self.report.ctas += 1
-                raise DeadlockError(self.deadlock([roles[k] for k in live]), self.report)
-            unit = schedule.next_unit(runnable)
-            self.report.steps += 1
-            if unit == engine:
-                self.in_flight.pop(schedule.next_load(len(self.in_flight)))()
-                continue
-            try:
-                next(programs[unit])
-            except StopIteration:
-                live.remove(unit)
-            except EmulatorError:
-                raise
-            except Exception as error:
-                role = roles[unit]
-                what = f"{type(error).__name__}: {error}"
-                text = f"{role.name} at {role.where()} cannot be executed: {what}"
-                raise UnsupportedOperation(text, self.report, role.where()) from error
-        self.finish(roles)
+    # ---- code that all threads run ----
+    def common_stamp(self) -> Stamp:
+        """Of a store in it."""
+        return self.detector.stamp("common", self.rank)
 
-    def finish(self, roles: Sequence[Role]) -> None:
+    def common_times(self) -> tuple[int, int]:
+        """Of its last store, and of the last one that passed a proxy fence in it."""
+        return self.detector.now.get(self.common, 0), self.common_fenced
+
+    def fence_common(self) -> None:
+        self.common_fenced = self.common_times()[0]
+
+    # ---- other CTAs of the cluster ----
+    def peer(self, role: Role, rank) -> Cta:
+        """The CTA of a rank that a role names."""
+        ctas, rank = self.cluster.ctas, int(rank)
+        if not 0 <= rank < len(ctas):
+            text = f"CTA rank {rank} is outside of the cluster's 0..{len(ctas) - 1}"
+            self.issue(role, "bounds", text, "rank")
+        return ctas[min(max(rank, 0), len(ctas) - 1)]
+
+    def visit(self, role: Role, stamp: Stamp, what: str, subject: str) -> None:
+        """An access to this CTA's shared memory that must not come before its barriers are
+        initialised, nor after its end.
+        """
+        if not role.all[self.begun]:
+            text = (
+                f"{what}: CTA rank {self.rank} may not have initialised its barriers "
+                "(without a cluster barrier or a cluster_sync)"
+            )
+            role.cta.issue(role, "race", text, subject)
+        self.visits[stamp.clock] = Load(*stamp, f"{what} by {role.name} at {role.where()}")
+
+    # ---- the end ----
+    def finish(self) -> None:
         """What must not be left open when the CTA ends."""
-        while self.in_flight:
-            self.in_flight.pop(0)()
-        for role in roles:
+        for role in self.roles:
             if role.groups:
                 self.issue(role, "wgmma", f"ends with {len(role.groups)} outstanding wgmma", "end")
             if role.stores:
@@ -135,10 +150,14 @@ class Cta:
                     role, "async", f"ends with {len(role.stores)} TMA stores not waited for", "end"
                 )
         for load in self.loads:
-            if not any(role.all[load.clock] >= load.time for role in roles):
+            if not any(role.all[load.clock] >= load.time for role in self.roles):
                 self.issue(
                     None, "async", f"nobody waits for the TMA load of {load.what}", load.what
                 )
+        for visit in self.visits.values():
+            if not any(role.knows(visit.clock, visit.time) for role in self.roles):
+                text = f"the CTA of rank {self.rank} may end before the {visit.what}"
+                self.issue(None, "exit", text, visit.what.split(" at ")[0], self.rank)
         for barrier in self.all_barriers():
             if barrier.outstanding:
                 self.issue(
@@ -151,21 +170,3 @@ class Cta:
                 self.report.note(f"CTA {self.block}: left half used at the end: {barrier}")
             self.report.arrivals.setdefault(barrier.base, {}).update(barrier.threads_of)
         self.report.ctas += 1
-
-    def deadlock(self, blocked: Sequence[Role]) -> str:
-        lines = [f"CTA {self.block}: deadlock, {len(blocked)} role(s) blocked:"]
-        for role in blocked:
-            wait = role.wait
-            what = (
-                f"parity {wait.parity}"
-                if wait.parity is not None
-                else f"the end of phase {wait.phase}"
-            )
-            barrier = f"{wait.barrier}; {wait.barrier.pending} missing"
-            lines.append(f"  {role.name} at {role.where()} waits for {what} of {barrier}")
-        text = "\n".join(lines)
-        first = blocked[0]
-        self.report.add(
-            Issue("deadlock", self.block, first.name, first.where(), text), ("deadlock",)
-        )
-        return text

@@ -1,4 +1,4 @@
-"""Happens-before detector of one CTA.
+"""Happens-before detector of a CTA, or of the CTAs of a cluster.
 
 Every role owns three components of the vector clocks (its stores, its loads, its wgmma pipe), every
 TMA load of a barrier phase and every queue of TMA stores one more.  A shared element remembers the
@@ -14,12 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .barriers import CLOCKS
 from .errors import UnsupportedOperation
 from .memory import Tile
 from .role import WARP, Role
-
-COMMON = 0  # clock of the stores in code that all threads run; a sync of all publishes it
 
 
 class Access(NamedTuple):
@@ -60,11 +57,15 @@ def distinct(x: np.ndarray) -> tuple[int, ...] | list[int]:
 
 
 class Detector:
-    """Accesses of one CTA.  races / init switch the two groups of checks off."""
+    """Accesses of one CTA, or of a cluster's.  races / init switch the two groups of checks off.
 
-    def __init__(self, issue: Callable, races: bool, init: bool, auto_sync: bool):
+    width: how many clocks there can be.
+    """
+
+    def __init__(self, issue: Callable, races: bool, init: bool, auto_sync: bool, width: int):
         self.issue, self.races, self.init, self.auto_sync = issue, races, init, auto_sync
-        self.clocks: dict[tuple, int] = {("common",): COMMON}
+        self.width = width
+        self.clocks: dict[tuple, int] = {}
         self.now: dict[int, int] = {}
         self.log: list[Access | None] = [None]
 
@@ -75,8 +76,8 @@ class Detector:
     def clock(self, *key) -> int:
         """Component number of a role's or an engine's clock."""
         number = self.clocks.setdefault(key, len(self.clocks))
-        if number >= CLOCKS:
-            raise UnsupportedOperation(f"more than {CLOCKS} concurrent engines in one CTA")
+        if number >= self.width:
+            raise UnsupportedOperation(f"more than {self.width} concurrent engines")
         return number
 
     def stamp(self, *key) -> Stamp:

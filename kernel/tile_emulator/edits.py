@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 WAITS = frozenset({"mbarrier_wait_parity"})
-ARRIVALS = frozenset({"ptx_arrive_barrier", "ptx_arrive_barrier_expect_tx", "named_barrier_arrive"})
-SYNCS = frozenset({"tvm_storage_sync", "sync_warp"})
+ARRIVALS = frozenset({
+    "ptx_arrive_barrier", "ptx_arrive_barrier_expect_tx", "named_barrier_arrive",
+    "ptx_arrive_cluster_barrier",
+})  # fmt: skip
+SYNCS = frozenset({"tvm_storage_sync", "sync_warp", "cluster_sync"})
 OTHERS = frozenset({"fence_proxy_async", "wait_wgmma", "warpgroup_wait", "tma_store_wait"})
 SYNCHRONISATION = WAITS | ARRIVALS | SYNCS | OTHERS
-HOLDS_BACK = WAITS | {"tvm_storage_sync"}  # what an early release is not moved over
+HOLDS_BACK = WAITS | {"tvm_storage_sync", "cluster_sync"}  # what an early release is not moved over
 
 
 @dataclass(frozen=True)

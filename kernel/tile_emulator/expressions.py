@@ -202,6 +202,9 @@ class Expressions:
 
         return self.thread_value(elect)
 
+    def call_block_rank_in_cluster(self, e) -> Closure:
+        return lambda role: role.cta.rank
+
     def call_infinity(self, e) -> Closure:
         return lambda role: np.float32(np.inf)
 

@@ -65,7 +65,7 @@ def mutants(target: Target, arrivals: dict[str, dict[str, int]]) -> Iterator[Mut
     program = target.program()
     seen: Counter = Counter()
     for site in program.compiler.sites:
-        roles = " ".join(roles_at(program.compiler, site.around, program.roles, program.groups))
+        roles = " ".join(roles_at(program.compiler, site.around, program.cta_roles, program.groups))
         seen[roles, site.text] += 1
         place = f"{site.text} #{seen[roles, site.text]} in {roles}"
         actions = ["drop"]
@@ -77,7 +77,7 @@ def mutants(target: Target, arrivals: dict[str, dict[str, int]]) -> Iterator[Mut
             edit = Edit(site.number, action)
             yield Mutant(f"{action} {place}", action, site.operation, roles, site.line, edit)
     for name, counts in program.compiler.barriers.values():
-        for role, threads in arrivals.get(name, {}).items():
+        for role, threads in by_role(arrivals.get(name, {})):
             for sign in (-1, 1):
                 changed = [count + sign * threads for count in counts]
                 if min(changed) > 0:
@@ -85,6 +85,11 @@ def mutants(target: Target, arrivals: dict[str, dict[str, int]]) -> Iterator[Mut
                     yield Mutant(
                         what, "count", "alloc_barrier", role, "", Edit(counts={name: changed})
                     )
+
+
+def by_role(arrivals: dict[str, int]) -> list[tuple[str, int]]:
+    """Roles and the threads that arrive together; of those of a cluster's CTAs each once."""
+    return list(dict.fromkeys((name.split("@")[0], n) for name, n in arrivals.items()))
 
 
 class Bench:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from . import sync_operations, tile_operations, warp_operations  # noqa: F401
+from . import (  # noqa: F401
+    cluster_operations,
+    sync_operations,
+    tile_operations,
+    warp_operations,
+)
 from .registry import OPERATIONS
 from .tir import PARALLEL, is_op, kind, op_name, visit
 
@@ -13,8 +18,8 @@ IGNORED = frozenset({
     "fence_barrier_init", "pdl_sync", "pdl_trigger", "assume",
 })  # fmt: skip
 SPLITTING = frozenset({
-    "mbarrier_wait_parity", "tvm_storage_sync", "copy", "gemm", "wgmma_gemm", "fill", "reduce",
-    "cumsum", "transpose",
+    "mbarrier_wait_parity", "tvm_storage_sync", "cluster_sync", "copy", "gemm", "wgmma_gemm",
+    "fill", "reduce", "cumsum", "transpose",
 })  # fmt: skip
 
 

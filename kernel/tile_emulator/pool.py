@@ -1,5 +1,6 @@
-"""CTAs over a pool of forked processes.  Working arrays lie in shared memory, so outputs need no
-transfer.
+"""Clusters of CTAs over a pool of forked processes.
+
+Working arrays lie in shared memory, so outputs need no transfer.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from .report import Report
 def run_in_pool(
     program: Program,
     launch: Launch,
-    numbers: Sequence[int],
+    clusters: Sequence[tuple[int, ...]],
     schedule: str,
     options: Options,
     report: Report,
-    progress: Callable[[int, int], None] | None,
+    progress: Callable[[], None],
     workers: int,
 ) -> None:
-    """Run the CTAs and merge their reports.  The first EmulatorError that ended a worker is raised
-    with all of them.
+    """Run the CTAs and merge their reports; progress() follows for each.  The first EmulatorError
+    that ended a worker is raised with all of them.
     """
     context = multiprocessing.get_context("fork")
-    workers = min(workers, len(numbers))
+    workers = min(workers, len(clusters))
     pipes, processes = [], []
     for worker in range(workers):
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (program, launch, numbers[worker::workers], schedule, options, theirs)
+        arguments = (program, launch, clusters[worker::workers], schedule, options, theirs)
         process = context.Process(target=work, args=arguments, daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    error, done = None, 0
+    error = None
     try:
         while pipes:
             for pipe in wait(pipes):
@@ -50,9 +51,7 @@ def run_in_pool(
                     pipes.remove(pipe)
                     continue
                 if kind == "done":
-                    done += 1
-                    if progress:
-                        progress(done, len(numbers))
+                    progress()
                     continue
                 if kind == "error":
                     error = error or value
@@ -74,13 +73,13 @@ def run_in_pool(
         raise EmulatorError(f"a worker process ended with exit code {crashed[0]}", report)
 
 
-def work(program, launch, numbers, schedule, options, pipe) -> None:
+def work(program, launch, clusters, schedule, options, pipe) -> None:
     """Body of a worker process, of one BLAS thread: more would fight over the cores."""
     report = Report(schedule=schedule, roles=program.roles)
     try:
         with threadpool_limits(limits=1):
-            program.run_blocks(
-                launch, numbers, schedule, options, report, lambda _: pipe.send(("done", None))
+            program.run_clusters(
+                launch, clusters, schedule, options, report, lambda _: pipe.send(("done", None))
             )
     except Exception as error:
         pipe.send(("error", error))

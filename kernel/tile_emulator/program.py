@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
-from .cta import Cta, Options
+from .cluster import Cluster, group_blocks, uses_cluster
+from .cta import Cta, Options, suffix
 from .edits import Edit
 from .errors import EmulatorError
 from .memory import BufferSpec, Local, Tile
@@ -27,18 +29,27 @@ WRITES = 2  # bit of an access mask
 @dataclass
 class Launch:
     """Tensors bound to a program: variables hold symbolic sizes and scalar parameters, blocks every
-    CTA's index.
+    CTA's index, clusters the numbers of the CTAs that run together, by rank.
     """
 
     variables: dict[int, object]
     tensors: dict[int, Tile]
     blocks: list[tuple[int, ...]]
+    clusters: list[tuple[int, ...]]
     written: list[tuple[object, Tile]]
+
+    def select(self, wanted: Callable[[tuple[int, ...]], bool]) -> list[tuple[int, ...]]:
+        """The clusters with a CTA whose index is wanted."""
+        chosen = {number for number, block in enumerate(self.blocks) if wanted(block)}
+        return [cluster for cluster in self.clusters if chosen.intersection(cluster)]
 
 
 class Program:
     """A PrimFunc compiled to closures.  role_names: names for thread ranges, e.g. {"state": (0,
     128)}.
+
+    cta_roles, groups and shares describe the roles of one CTA; roles names those of all CTAs of a
+    cluster, rank by rank.
     """
 
     def __init__(
@@ -63,7 +74,10 @@ class Program:
         found = find_roles(self.compiler)
         self.groups = [threads for threads, _ in found]
         self.shares = [share for _, share in found]
-        self.roles = tuple(self.role_name(threads, role_names or {}) for threads in self.groups)
+        self.cluster = self.compiler.cluster if uses_cluster(self.func) else (1, 1, 1)
+        self.cta_roles = tuple(self.role_name(part, role_names or {}) for part in self.groups)
+        ranks = range(prod(self.cluster))
+        self.roles = tuple(name + suffix(rank) for rank in ranks for name in self.cta_roles)
 
     @staticmethod
     def role_name(threads: np.ndarray, names: dict[str, tuple[int, int]]) -> str:
@@ -114,59 +128,47 @@ class Program:
                     f"{tile.name}: shape {tuple(tensor.shape)}; the kernel takes {want}"
                 )
         tiles = {hash(buffer.data): tile for _, tile, buffer in bound}
-        sizes = [range(int(extent(host))) for _, extent in self.compiler.grid]
+        sizes = [int(extent(host)) for _, extent in self.compiler.grid]
+        for size, n in itertools.zip_longest(sizes, self.cluster, fillvalue=1):
+            if size % n:
+                raise ValueError(f"a grid of {sizes} CTAs is not made of clusters {self.cluster}")
+        blocks = list(itertools.product(*map(range, sizes)))
         written = [
             (tensor, tile) for tensor, tile, buffer in bound if hash(buffer.data) in self.outputs
         ]
-        return Launch(variables, tiles, list(itertools.product(*sizes)), written)
+        return Launch(variables, tiles, blocks, group_blocks(blocks, self.cluster), written)
 
     def track_outputs(self, launch: Launch) -> None:
         for _, tile in launch.written:
             tile.owner = shared_array(tile.arr.shape, np.int32)
 
     # ---- running ----
-    def run_blocks(
+    def run_clusters(
         self,
         launch: Launch,
-        numbers: Iterable[int],
+        clusters: Iterable[tuple[int, ...]],
         schedule: str,
         options: Options,
         report: Report,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Run some CTAs, one after the other.  An EmulatorError that ends the run carries the
-        report.
+        """Run some clusters of CTAs, one after the other; progress(number) follows for each CTA.
+
+        An EmulatorError that ends the run carries the report.
         """
-        track, init = options.tracking, "init" in options.checks
-        for number in numbers:
-            block = launch.blocks[number]
+        for numbers in clusters:
             traced = options.timeline and report.timeline is None
-            trace = Trace(block, self.roles) if traced else None
-            cta = Cta(number, block, report, options, trace)
-            shared = {spec.key: Tile.allocate(spec, track, False) for spec in self.compiler.shared}
-            cta.make_barriers(self.compiler.barriers)
-            variables = {
-                **launch.variables,
-                **{k: i for (k, _), i in zip(self.compiler.grid, block, strict=True)},
-            }
-            parts = zip(self.roles, self.groups, self.shares, strict=True)
-            for name, threads, share in parts:
-                buffers = {**launch.tensors, **shared}
-                for spec in self.compiler.private:
-                    if spec.is_per_thread:
-                        buffers[spec.key] = Local(spec, len(threads), init)
-                    else:
-                        buffers[spec.key] = Tile.allocate(spec, False, init)
-                role = Role(cta, name, threads, dict(variables), buffers, share)
-                cta.roles.append(role)
-            cta.roles[0].leader = True
+            trace = Trace(launch.blocks[numbers[0]], self.roles) if traced else None
+            cluster = Cluster(len(numbers), report, options, trace, self.compiler.meets_at_start)
+            for number in numbers:
+                self.fill(cluster.add(number, launch.blocks[number]), launch)
             programs = [
                 self.body.run(role) if self.body.blocking else run_plain(self.body, role)
-                for role in cta.roles
+                for role in cluster.roles
             ]
             try:
                 with np.errstate(all="ignore"):
-                    cta.run(programs, Schedule(schedule, self.roles, number))
+                    cluster.run(programs, Schedule(schedule, self.roles, numbers[0]))
             except EmulatorError as error:
                 error.report = report
                 raise
@@ -174,7 +176,31 @@ class Program:
                 if trace:
                     report.timeline = trace.finish()
             if progress:
-                progress(number)
+                for number in numbers:
+                    progress(number)
+
+    def fill(self, cta: Cta, launch: Launch) -> None:
+        """Give a CTA its shared memory, barriers and roles."""
+        track, init = cta.options.tracking, "init" in cta.options.checks
+        for spec in self.compiler.shared:
+            cta.tiles[spec.key] = tile = Tile.allocate(spec, track, False)
+            tile.name += suffix(cta.rank)
+        cta.make_barriers(self.compiler.barriers)
+        variables = {
+            **launch.variables,
+            **{k: i for (k, _), i in zip(self.compiler.grid, cta.block, strict=True)},
+        }
+        parts = zip(self.cta_roles, self.groups, self.shares, strict=True)
+        for name, threads, share in parts:
+            buffers = {**launch.tensors, **cta.tiles}
+            for spec in self.compiler.private:
+                if spec.is_per_thread:
+                    buffers[spec.key] = Local(spec, len(threads), init)
+                else:
+                    buffers[spec.key] = Tile.allocate(spec, False, init)
+            name += suffix(cta.rank)
+            cta.roles.append(Role(cta, name, threads, dict(variables), buffers, share))
+        cta.roles[0].leader = True
 
     def write_back(self, launch: Launch) -> None:
         for tensor, tile in launch.written:

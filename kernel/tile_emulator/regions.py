@@ -162,7 +162,7 @@ def deposit(role: Role, region: Region, x: np.ndarray, common=False, partner=Non
     if tile.is_global:
         cta.detector.global_write(role, tile, region.key, cta.number)
     elif tile.scope.startswith("shared"):
-        stamp = cta.detector.stamp("common") if common and len(cta.roles) > 1 else None
+        stamp = cta.common_stamp() if common and len(cta.roles) > 1 else None
         cta.detector.write(role, tile, region.key, stamp=stamp, partner=partner)
     elif role.busy:
         cta.detector.fragment(role, tile, "write")

@@ -16,6 +16,7 @@ KINDS: dict[str, tuple[str, type[KernelFault]]] = {
     "sync": ("race", RaceError),
     "wgmma": ("race", RaceError),
     "async": ("race", RaceError),
+    "exit": ("race", RaceError),
     "lap": ("race", RaceError),
     "bounds": ("bounds", BoundsError),
     "init": ("init", InitError),

@@ -52,7 +52,7 @@ class Role:
     threads [width] are thread numbers; lanes is None while all of them are active, else positions
     in threads. extents is the iteration space of the T.Parallel nest being executed; masked says
     that the nest's variables are 1-D index lists (inside a conditional); owner
-    (ownership.NestOwner) tells which thread holds which element. all / fenced [CLOCKS]: accesses
+    (ownership.NestOwner) tells which thread holds which element. all / fenced [clocks]: accesses
     that happen before now, and the part that passed a fence.proxy.async. writes, reads, wgmma are
     the role's own clocks; warp_synced / role_synced their values that a warp sync, or a sync of the
     whole role, has published to the other threads of the role.
@@ -82,7 +82,8 @@ class Role:
         self.line = "?:0"
         self.wait: Wait | None = None
         self.leader = False
-        self.clocks = np.zeros((2, CLOCKS), np.int32)
+        clocks = CLOCKS if cta is None else cta.detector.width
+        self.clocks = np.zeros((2, clocks), np.int32)
         self.all, self.fenced = self.clocks
         self.groups: list[tuple[int, int]] = []
         self.stores: list[tuple[int, int]] = []
@@ -137,6 +138,11 @@ class Role:
             np.maximum(self.role_synced, own, out=self.role_synced)
             np.maximum(self.warp_synced, own, out=self.warp_synced)
 
+    def knows(self, clock: int, time: int) -> bool:
+        """Does an access happen before now, for some of the threads at least?"""
+        gained = (known[0, clock] for _, known in self.deferred.values())
+        return max(self.all[clock], *gained, 0) >= time
+
     def tick(self) -> None:
         """Later accesses are not covered by what has been published."""
         self.all[self.writes] += 1
@@ -162,7 +168,7 @@ class Role:
         self.tick()
 
     def released(self) -> np.ndarray:
-        """What an arrival of the active threads publishes, [2, CLOCKS]."""
+        """What an arrival of the active threads publishes, [2, clocks]."""
         if self.lanes is None:
             return self.clocks
         covers = len(np.unique(self.active // WARP)) == len(self.warps)

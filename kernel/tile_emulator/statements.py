@@ -8,6 +8,7 @@ import numpy as np
 
 from .auto_sync import accesses, sync_places
 from .branches import element_branch, run_owned, run_share, thread_branch
+from .cluster import BARRIER_SCOPE
 from .edits import HOLDS_BACK, SYNCHRONISATION, Edit, Site
 from .errors import UnsupportedOperation
 from .expressions import Closure, Expressions
@@ -33,17 +34,20 @@ from .tir import (
     visit,
 )
 
-ORDERING = frozenset({"mbarrier_wait_parity", "fence_proxy_async", "tvm_storage_sync"})
+ORDERING = frozenset({
+    "mbarrier_wait_parity", "fence_proxy_async", "tvm_storage_sync", "cluster_sync",
+})  # fmt: skip
 
 
 class Compiler:
     """Compiles the body of a PrimFunc; afterwards its attributes describe the launch.
 
-    grid: [(blockIdx variable, extent closure)]; shared / private: allocations; barriers: key ->
-    (name, counts); splits: conditionals on the thread number whose bodies block or hold tile
-    operations; products: for each matrix product the conditionals on the thread number around it;
-    tiles, row_axes: what is known of register tiles; wide_waits: waits whose barrier depends on the
-    thread; reach: threads that get to a place.
+    grid: [(blockIdx variable, extent closure)]; cluster: CTAs of a cluster by dimension;
+    meets_at_start: they wait for each other before their first statement; shared / private:
+    allocations; barriers: key -> (name, counts); splits: conditionals on the thread number whose
+    bodies block or hold tile operations; products: for each matrix product the conditionals on the
+    thread number around it; tiles, row_axes: what is known of register tiles; wide_waits: waits
+    whose barrier depends on the thread; reach: threads that get to a place.
     """
 
     def __init__(self, edit: Edit | None = None):
@@ -56,6 +60,8 @@ class Compiler:
         self.loops = 0
         self.threads = 128
         self.grid: list[tuple[int, Closure]] = []
+        self.cluster: tuple[int, ...] = (1, 1, 1)
+        self.meets_at_start = False
         self.shared: list[BufferSpec] = []
         self.private: list[BufferSpec] = []
         self.barriers: dict[int, tuple[str, list[int]]] = {}
@@ -125,6 +131,8 @@ class Compiler:
             if any(n != 1 for n in rest):
                 raise UnsupportedOperation("a launch with more than one thread dimension")
             self.threads = x
+        if "cluster_dims" in annotations:
+            self.cluster = tuple(int_of(n) for n in annotations["cluster_dims"])
         for variable, counts in dict(annotations.get("barrier_init", {})).items():
             name = str(variable.name) or f"barrier#{len(self.barriers)}"
             counts = self.edit.counts.get(name, [int_of(n) for n in counts])
@@ -134,10 +142,11 @@ class Compiler:
         return self.statement(block.body)
 
     def allocate(self, buffer) -> None:
-        if str(buffer.scope()) == "shared.barrier":
+        scope = str(buffer.scope())
+        if scope in ("shared.barrier", BARRIER_SCOPE):
+            self.meets_at_start |= scope == BARRIER_SCOPE
             return
         shape = tuple(int_of(n) for n in buffer.shape)
-        scope = str(buffer.scope())
         size = "x".join(map(str, shape))
         name = str(buffer.name) or f"{scope}#{len(self.scope.buffers)}({size})"
         spec = BufferSpec(hash(buffer.data), name, shape, str(buffer.dtype), scope)

@@ -130,7 +130,7 @@ def touch_write(role: Role, tile: Tile, at: Where, partner, common: bool = False
     if tile.is_global:
         cta.detector.global_write(role, tile, at.key, cta.number)
     elif tile.scope.startswith("shared"):
-        stamp = cta.detector.stamp("common") if common and len(cta.roles) > 1 else None
+        stamp = cta.common_stamp() if common and len(cta.roles) > 1 else None
         cta.detector.write(role, tile, at.key, stamp=stamp, lanes=at.lanes, partner=partner)
     elif role.busy:
         cta.detector.fragment(role, tile, "write")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from .detector import COMMON
 from .lanes import uniform
 from .registry import operation
 from .role import Role, Wait
 from .steps import Step
-from .tile_operations import compile_barriers
+from .transactions import compile_barriers
 
 
 @operation("mbarrier_wait_parity")
@@ -73,7 +72,14 @@ def expect(compiler, call) -> Step:
 
 @operation("fence_proxy_async")
 def fence(compiler, call) -> Step:
-    return Step(lambda role: role.fence())
+    common = compiler.scope.depth == 0
+
+    def run(role: Role):
+        role.fence()
+        if common and role.leader:
+            role.cta.fence_common()
+
+    return Step(run)
 
 
 @operation("sync_warp")
@@ -112,9 +118,9 @@ def sync_threads(compiler, call) -> Step:
 
 
 def meet(role: Role, barrier, everyone: bool):
-    """Arrive at a named barrier and wait until all have; everyone publishes common code, too."""
+    """Arrive at a barrier and wait until all have; everyone publishes common code, too."""
     if everyone:
-        barrier.incoming[0, COMMON] = role.cta.detector.now.get(COMMON, 0)
+        barrier.incoming[:, role.cta.common] = role.cta.common_times()
     role.wait = Wait(barrier, phase=barrier.phase)
     if role.cta.trace:
         role.cta.trace.arrived(role, barrier)

@@ -62,8 +62,12 @@ class Target:
         return out
 
     def blocks(self, program: Program, tensors: Sequence, most: int | None = None) -> list:
-        """Indices of the first CTAs.  Raises ValueError where the kernel has none."""
-        blocks = program.bind(tensors).blocks[:most]
+        """Indices of the first CTAs, in whole clusters.  Raises ValueError where the kernel has
+        none.
+        """
+        launch = program.bind(tensors)
+        first = set(launch.blocks[:most])
+        blocks = [launch.blocks[n] for c in launch.select(first.__contains__) for n in c]
         if not blocks:
             sizes = ",".join(f"{name}={n}" for name, n in self.sizes.items())
             raise ValueError(f"--shape {sizes}: the kernel's grid is empty; it needs a CTA")

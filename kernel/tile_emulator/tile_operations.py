@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from .cta import Load
+from .cluster_operations import compile_multicast, copy_cluster
 from .dtypes import NARROW
 from .errors import UnsupportedOperation
-from .lanes import is_array, uniform
+from .lanes import uniform
 from .ownership import Accumulator, own_part
 from .regions import compile_region, deposit, fetch, once_per_place, place
 from .registry import operation
 from .role import WARP_GROUP, Role
 from .steps import Step
 from .tir import int_of
+from .transactions import compile_barriers, load_stamp, send
 
 
 def annotations_of(call) -> dict:
@@ -25,8 +26,10 @@ def copy(compiler, call) -> Step:
     """T.copy: synchronous.  Shared to global goes through the async proxy (TMA store and wait), all
     else does not.
     """
-    source, target = compile_region(compiler, call.args[0]), compile_region(compiler, call.args[1])
     notes = annotations_of(call)
+    if "dst_block" in notes or "cluster_mask" in notes:
+        return copy_cluster(compiler, call, notes)
+    source, target = compile_region(compiler, call.args[0]), compile_region(compiler, call.args[1])
     by_tma = source.is_shared and target.is_global and not int_of(notes.get("disable_tma", 0))
     common = compiler.scope.depth == 0
     row_axes = compiler.row_axes
@@ -71,8 +74,8 @@ def transpose(compiler, call) -> Step:
 def tma_copy(compiler, call) -> Step:
     """A bulk copy by one elected thread.
 
-    With a barrier a load: expects the bytes and lands later, without an arrival.  Without one a
-    store: reads its source until tma_store_wait.
+    With a barrier a load: expects the bytes and lands later, without an arrival; with a mask of
+    CTAs in each of them.  Without a barrier a store: reads its source until tma_store_wait.
     """
     source, target = compile_region(compiler, call.args[0]), compile_region(compiler, call.args[1])
     notes = annotations_of(call)
@@ -97,56 +100,22 @@ def tma_copy(compiler, call) -> Step:
             deposit(role, b, x)
     else:
         barriers_of = compile_barriers(compiler, notes["barrier"])
+        expected, landings = compile_multicast(notes)
 
         def issue(role: Role):
             a, b = source(role), target(role)
             if role.leaves(b.tile, common, each_group):
                 return
-            cta, ((barrier, _),) = role.cta, barriers_of(role)
             x = place(role, b, fetch(role, a))
             role.before_async()
-            stamp = cta.detector.stamp(role.name, barrier.name, barrier.next_load())
-            cta.detector.write(role, b.tile, b.key, is_async=True, stamp=stamp)
-            barrier.expect(b.bytes)
-            lands = cta.trace.load(role, b) if cta.trace else None
-
-            def land():
-                b.tile.arr[b.key] = x
-                if lands is not None:
-                    cta.trace.landed(barrier, lands)
-                barrier.complete_bytes(b.bytes, stamp.clock, stamp.time)
-
-            cta.in_flight.append(land)
-            cta.loads.append(Load(stamp.clock, stamp.time, f"{b.tile.name} at {role.where()}"))
+            ((own, _),) = barriers_of(role)
+            own.expect(expected(role.cta, b.bytes))
+            for cta in landings(role):
+                ((barrier, _),) = barriers_of(role, cta)
+                there = b._replace(tile=cta.tiles[target.key])
+                send(role, there, barrier, cta, load_stamp(role, barrier), lambda: x)
 
     return Step(lambda role: once_per_place(role, (source, target), leader_scope, issue))
-
-
-def compile_barriers(compiler, load):
-    """Closure giving [(Barrier, number of active threads that name it)] of a BufferLoad bar[i].
-
-    Usually one; the index may depend on the thread, e.g. a barrier per warp group of a wide role.
-    """
-    key, index = hash(load.buffer.data), compiler.expression(load.indices[0])
-
-    def pick(role: Role, i):
-        group = role.cta.barriers[key]
-        if not 0 <= i < len(group):
-            name = group[0].name.split("[")[0]
-            text = f"{name}: barrier {i} is outside 0..{len(group) - 1}"
-            role.cta.issue(role, "bounds", text, name)
-            i = min(max(i, 0), len(group) - 1)
-        return group[i]
-
-    def barriers(role: Role):
-        i = index(role)
-        if is_array(i):
-            numbers, counts = np.unique(i, return_counts=True)
-            pairs = zip(numbers.tolist(), counts.tolist(), strict=True)
-            return [(pick(role, number), count) for number, count in pairs]
-        return [(pick(role, int(i)), role.active_count)]
-
-    return barriers
 
 
 @operation("fill")

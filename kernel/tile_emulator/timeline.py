@@ -7,6 +7,7 @@ own dependences (program order, barriers, the tensor pipe), not from the order o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -51,7 +52,7 @@ class Event:
 
 @dataclass
 class Timeline:
-    """Events of one CTA."""
+    """Events of one CTA, or of the CTAs of its cluster."""
 
     block: tuple[int, ...]
     roles: tuple[str, ...]
@@ -98,13 +99,13 @@ def later(a: Moment, b: Moment) -> Moment:
 
 
 class Trace:
-    """Collects the events of a CTA while it runs."""
+    """Collects the events of a CTA, and of those of its cluster, while they run."""
 
     def __init__(self, block: tuple[int, ...], roles: Sequence[str]):
         self.timeline = Timeline(block, tuple(roles))
         self.now = {role: Moment() for role in roles}
-        self.tensor_pipe = Moment()
-        self.load_engine = Moment()
+        self.tensor_pipe: dict[int, Moment] = defaultdict(Moment)
+        self.load_engine: dict[int, Moment] = defaultdict(Moment)
         self.groups: dict[str, list[Moment]] = {role: [] for role in roles}
         self.arrived_at: dict[int, Moment] = {}
         self.completed: dict[tuple[int, int], Moment] = {}
@@ -146,11 +147,11 @@ class Trace:
 
     def load(self, role: Role, target: Region) -> Moment:
         """A TMA load; the moment it lands."""
-        begin = later(self.now[role.name], self.load_engine)
+        begin = later(self.now[role.name], self.load_engine[role.cta.rank])
         self.now[role.name] = Moment(self.now[role.name].time + ISSUE_UNITS, begin.event)
         units = target.bytes / LOAD_BYTES_PER_UNIT
         end = self.add(role, "load", begin, units + LOAD_LATENCY, target.tile.name)
-        self.load_engine = Moment(begin.time + units, end.event)
+        self.load_engine[role.cta.rank] = Moment(begin.time + units, end.event)
         return end
 
     def landed(self, barrier: Barrier, moment: Moment) -> None:
@@ -159,8 +160,9 @@ class Trace:
 
     def gemm(self, role: Role, macs: int, is_wgmma: bool, label: str) -> None:
         units = macs / MACS_PER_UNIT
-        end = self.add(role, "gemm", later(self.now[role.name], self.tensor_pipe), units, label)
-        self.tensor_pipe = end
+        begin = later(self.now[role.name], self.tensor_pipe[role.cta.rank])
+        end = self.add(role, "gemm", begin, units, label)
+        self.tensor_pipe[role.cta.rank] = end
         if is_wgmma:
             self.groups[role.name].append(end)
             issued = self.now[role.name]
