@@ -254,11 +254,7 @@ def _segments(config: ResidentConfig):
     ):
         # Three extents, as a division by a run-time number would land in every TMA coordinate.
         with T.Kernel(
-            slices * heads_v,
-            batch,
-            launched,
-            threads=config.threads,
-            cluster_dims=config.cluster or config.pair,
+            slices * heads_v, batch, launched, threads=config.threads, cluster_dims=config.cluster
         ) as (
             tile,
             sequence,
