@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -254,14 +253,6 @@ def operator_outputs(
             "key_norm": ((B, Hq, T), torch.float32),
         }
     return outputs
-
-
-def operator_bytes(
-    B: int, T: int, Hq: int, Hv: int, dtype: torch.dtype = torch.bfloat16, l2norm: bool = False
-) -> int:
-    """Bytes of everything that ``prepare_operator`` writes."""
-    outputs = operator_outputs(B, T, Hq, Hv, dtype, l2norm).values()
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in outputs)
 
 
 def strides_allowed(x: Tensor) -> bool:
