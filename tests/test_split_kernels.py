@@ -24,9 +24,9 @@ def unit(x):
 
 
 @cache
-def inputs(B, T, Hq, Hv, state=True, gate="decay", beta=None, spread=None, seed=7):
+def inputs(B, T, Hq, Hv, state=True, gate="decay", beta=None, spread=None):
     """spread: how far the keys of a head are from being one key; None for random keys."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(7)
 
     def noise(*shape):
         return torch.randn(shape, generator=generator)
@@ -119,17 +119,18 @@ def run_split(x, length, products=3, block_dv=64, order=None, **options):
     return output, final_state, between
 
 
-def run_unsplit(x, kernel=None):
-    """(output, final state) of a kernel without segments: the shipped one, or another's (PrimFunc,
-    pass configs).
-    """
-    if kernel is None:
-        config = resident.ResidentConfig(x.q.shape[2], x.v.shape[2], 64, True)
-        kernel = resident.resident_kernel(config), resident.PASS_CONFIGS
+def run_unsplit(x):
+    config = four_group.ForwardConfig(x.q.shape[2], x.v.shape[2], 64, x.initial_state is not None)
     output, final_state = outputs(x)
-    program, pass_configs = kernel
-    arguments = (*prepared(x), start(x), output, final_state, SCALE)
-    emulate(program, *arguments, pass_configs=pass_configs)
+    emulate(
+        four_group.forward_kernel(config),
+        *prepared(x),
+        start(x),
+        output,
+        final_state,
+        SCALE,
+        pass_configs=four_group.PASS_CONFIGS,
+    )
     return output, final_state
 
 
@@ -195,27 +196,17 @@ def test_any_gate(gate):
         assert error(mine, want) < 5e-3
 
 
-HARD = [("zero", None, None), ("zero", 0.01, None), ("decay", 1.0, 0.1), ("zero", 0.01, 0.1)]
-
-
 @pytest.mark.parametrize("products", [1, 3])
-@pytest.mark.parametrize("gate, beta, spread", HARD)
+@pytest.mark.parametrize(
+    "gate, beta, spread",
+    [("zero", None, None), ("zero", 0.01, None), ("decay", 1.0, 0.1), ("zero", 0.01, 0.1)],
+)
 def test_error_is_that_of_the_unsplit_kernel(gate, beta, spread, products):
     x = inputs(1, 16 * CHUNK, 1, 1, True, gate, beta, spread)
     got, plain, want = run_split(x, 2, products)[:2], run_unsplit(x), reference(x)
     slack = 1e-3 if products == 1 else 3e-4
     for mine, other, exact in zip(got, plain, want, strict=True):
-        assert error(mine, exact) < 1.25 * error(other, exact) + slack
-
-
-@pytest.mark.parametrize("gate, beta, spread", HARD)
-def test_what_rounding_the_scaled_inverse_costs_has_a_bound(gate, beta, spread):
-    """Against the four-group kernel, whose A is as it is given."""
-    x = inputs(1, 16 * CHUNK, 1, 1, True, gate, beta, spread)
-    config = four_group.ForwardConfig(1, 1, 64, True)
-    other = run_unsplit(x, (four_group.forward_kernel(config), four_group.PASS_CONFIGS))
-    for mine, theirs, exact in zip(run_unsplit(x), other, reference(x), strict=True):
-        assert error(mine, exact) < 1.25 * error(theirs, exact) + 3e-5
+        assert error(mine, exact) < 1.1 * error(other, exact) + slack
 
 
 def test_summaries_are_the_affine_map_of_a_segment():

@@ -56,7 +56,7 @@ PASS_CONFIGS = {
 
 SCORE_SLOTS = 2  # of the narrow tile
 ROLES = {64: ("state", "output", "scores", "service"), 128: ("state", "prepare", "service")}
-REGISTERS = {64: (200, 152, 96, 64), 128: (192, 88, 40)}
+REGISTERS = {64: (224, 144, 80, 64), 128: (192, 88, 40)}
 # log2 of the smallest decay of one chunk that a tile's factors may hold. In fp16 scores of a chunk
 # are then at most 2^8 scale Q K^T, or 2^4 Q K^T.
 SLOW_LIMITS = {
@@ -74,8 +74,9 @@ class TileConfig:
     None stands for the default of the tile.
 
     stages: chunks of input in flight. registers: per thread of each of ROLES after setmaxnreg.
-    Of block_dv = 64 only: slots: publications that the output group may lag by. unrolled: one copy
-    of the chain's loop a stage.
+    Of block_dv = 64 only: slots: publications that the output group may lag by. early_factors: make
+    beta V, and read the factors of U' and V_new, before they are needed. unrolled: one copy of the
+    chain's loop a stage.
     """
 
     heads_q: int
@@ -85,6 +86,7 @@ class TileConfig:
     stages: int = 3
     slots: int | None = None
     registers: tuple[int, ...] | None = None
+    early_factors: bool | None = None
     unrolled: bool | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class TileConfig:
             raise ValueError(f"block_dv={self.block_dv} must be 64 or 128")
         if self.registers is None:
             object.__setattr__(self, "registers", REGISTERS[self.block_dv])
-        for name, value in {"slots": 2, "unrolled": True}.items():
+        for name, value in {"slots": 2, "early_factors": True, "unrolled": True}.items():
             if self.block_dv != TILE and getattr(self, name) is not None:
                 raise ValueError(f"{name}={getattr(self, name)} is an option of block_dv={TILE}")
             if self.block_dv == TILE and getattr(self, name) is None:
@@ -245,20 +247,7 @@ def arrive_warp(barrier, index):
         T.barrier_arrive(barrier[index])
 
 
-# --- scores and A'
-@T.macro
-def scale_inverse(here, tiles, registers):
-    """A' = n_k exp(r - G) A beta, in the place of A: each thread writes what it has read."""
-    T.copy(tiles.a[here.stage, :, :], registers.inverse)
-    for i, j in T.Parallel(CHUNK, CHUNK):
-        registers.inverse[i, j] = (
-            T.cast(registers.inverse[i, j], "float32")
-            * tiles.row_factor[here.stage, i]
-            * tiles.beta[here.stage, j]
-        )
-    T.copy(registers.inverse, tiles.a[here.stage, :, :])
-
-
+# --- scores
 @T.macro
 def multiply_queries_keys(here, tiles, registers):
     """Q K^T of the chunk, left in flight."""
@@ -365,7 +354,11 @@ def producer_warp(config, place, inputs, roles, tiles, barriers):
             tiles.q[here.stage, :, :],
             barrier=barriers.inputs_landed[here.stage],
         )
-        roles.load_inverse(config, place, tokens, here, inputs, tiles, barriers)
+        T.tma_copy(
+            inputs.a[place.batch, tokens, place.head, 0:CHUNK],
+            tiles.a[here.stage, :, :],
+            barrier=barriers.inputs_landed[here.stage],
+        )
         roles.stage_values(config, place, tokens, here, inputs, tiles, barriers)
         T.barrier_arrive(barriers.inputs_landed[here.stage])
 

@@ -5,20 +5,27 @@ state is held as S^T [64, dk], an FP32 accumulator; the register layout of an ac
 a WGMMA A operand, so a cast to bf16 is all that lies between two products of the serial chain. With
 G, r and keep as in resident_common.py:
 
-    A'      = n_k exp(r - G) A beta                     scores group
-    P       = scale n_q exp(G - r) tril(Q K^T)          scores group
     U'^T    = S^T K^T                                   state group
-    X^T     = V^T A'^T + (-n_k exp(G) U'^T) A'^T        state group
+    W'^T    = beta V^T - beta exp(G) U'^T               state group
+    V_new^T = W'^T A^T                                  state group
+    X^T     = exp(r - G) V_new^T                        state group
     S^T     = keep S^T + X^T K                          state group
-    O^T     = scale n_q exp(G) (S^T Q^T) + X^T P^T      output group
+    O^T     = scale exp(G) (S^T Q^T) + X^T P^T          output group
+    P       = scale exp(G - r) tril(Q K^T)              scores group
 
-n_k and n_q are the norms of the rows of K and Q, 1 where there are none. X, which is exp(r - G)
-V_new, serves both the state and the output. It lies between 2^slow_limit and 2^-FLUSH_LIMIT times
-V_new, and P between 2^FLUSH_LIMIT and 2^-slow_limit times scale Q K^T. In a slow chunk
+X serves both the state and the output, and leaves the scores one factor a row. X lies between
+2^slow_limit and 2^-FLUSH_LIMIT times V_new, and P between 2^FLUSH_LIMIT and 2^-slow_limit times
+scale Q K^T.
+In a slow chunk P = scale tril(exp(g_i - g_j)) * (Q K^T), the output gets V_new and the state
+exp(g_last - g) V_new: the same products with more exponentials between them. With norms n_k of the
+rows of K and n_q of those of Q,
 
-    A' = A beta,  P = scale n_q tril(exp(g_i - g_j)) * (Q K^T) n_k
+    W'^T    = beta V^T - (beta exp(G) n_k) U'^T
+    X^T     = (n_k exp(r - G)) V_new^T
+    P       = (scale n_q exp(G - r)) tril(Q K^T)
 
-so that X is V_new, which the output gets; the state gets n_k exp(g_last - g) X.
+so that X serves K as it is stored, and the scores need none of K's. In a slow chunk the output gets
+V_new, and P has both norms.
 
 Roles of the 512 threads: a state warp group, an output warp group, a scores warp group and a
 service warp group of one producer warp (TMA loads), one writer warp (TMA stores) and two gate warps
@@ -27,9 +34,9 @@ of its registers: thread t of the output group reads back what thread t of the s
 neither side needs a proxy fence, and the output group is never on the chain as long as it takes
 less time for a chunk than the chain does.
 
-The two CTAs of a head are a cluster. A' and P are the same for both, so each makes those of every
-other chunk and copies them into the other's shared memory: CTA r of the cluster owns the chunks c
-with c % 2 = r. Of the other's chunks a CTA does not even load A.
+The two CTAs of a head are a cluster. P is the same for both, so each makes that of every other
+chunk and copies it into the other's shared memory: CTA r of the cluster owns the chunks c with
+c % 2 = r.
 """
 
 from types import SimpleNamespace
@@ -62,7 +69,6 @@ from .resident_common import (
     of_query,
     resident_gates,
     rolled,
-    scale_inverse,
     service_role,
     set_registers,
     step,
@@ -96,28 +102,55 @@ def accumulator_row() -> Fragment:
     return Fragment((CHUNK,), forward_fn=forward, replicate=owners)
 
 
+def factor_pairs() -> Fragment:
+    """Fragment of [32, 4]: of every pair of tokens the thread that holds their columns has all."""
+    owners = TILE // 2
+
+    def forward(pair, factor, owner):
+        return owner * 4 + pair % 4, pair // 4 * 4 + factor
+
+    return Fragment((CHUNK // 2, 4), forward_fn=forward, replicate=owners)
+
+
+def beta(factors, token, *stage):
+    """Factors lie in fours, (beta, beta) and (beta exp(G), beta exp(G)) of two tokens."""
+    return factors[(*stage, token // 2, token % 2)]
+
+
+def beta_gamma(factors, token, *stage):
+    return factors[(*stage, token // 2, 2 + token % 2)]
+
+
 def owns(place, chunk):
-    """Does this CTA make A' and P of the chunk?"""
+    """Does this CTA make the scores of the chunk?"""
     return chunk % PAIR == place.dv // TILE
 
 
-def other_cta(place):
-    """Rank of the other CTA of the cluster."""
-    return 1 - place.dv // TILE
-
-
-def turn(chunk):
-    """How many chunks of the same owner there are before."""
-    return chunk // PAIR
+@T.macro
+def load_values(config, here, tiles, values_fragment):
+    """V of the chunk, read transposed."""
+    if isinstance(here.stage, int):
+        T.copy(tiles.v[here.stage], values_fragment)
+    else:
+        for stage in tuple(range(config.stages)):
+            if here.stage == stage:
+                T.copy(tiles.v[stage], values_fragment)
 
 
 # --- state group
 @T.macro
 def take_values(config, here, tiles, barriers, registers):
-    """What the chunk brings to the chain."""
+    """What the chunk brings to the chain, where registers reach with beta V and its factors."""
     T.barrier_wait(barriers.chunk_ready[here.stage], here.filled)
     registers.keep[0] = tiles.keep[here.stage]
-    T.copy(tiles.minus_gamma[here.stage, :], registers.gate)
+    if config.early_factors:
+        load_values(config, here, tiles, registers.v)
+        T.copy(tiles.factors[here.stage, :, :], registers.factors)
+        # beta V
+        for i, j in T.Parallel(TILE, CHUNK):
+            registers.beta_v[i, j] = beta(registers.factors, j) * T.cast(
+                registers.v[j, i], "float32"
+            )
 
 
 @T.macro
@@ -132,30 +165,6 @@ def multiply_keys(half, here, tiles, registers):
         policy=FULL_ROW,
         clear_accum=half == 0,
     )
-
-
-@T.macro
-def value_product(stage, here, tiles, registers):
-    TC.wgmma_gemm(
-        tiles.v[stage],
-        tiles.a[here.stage, :, :],
-        registers.x,
-        transpose_A=True,
-        transpose_B=True,
-        policy=FULL_ROW,
-        clear_accum=True,
-    )
-
-
-@T.macro
-def multiply_values(config, here, tiles, registers):
-    """X^T = V^T A'^T, left in flight."""
-    if isinstance(here.stage, int):
-        value_product(here.stage, here, tiles, registers)
-    else:
-        for stage in tuple(range(config.stages)):
-            if here.stage == stage:
-                value_product(stage, here, tiles, registers)
 
 
 @T.macro
@@ -188,26 +197,40 @@ def decay_state(config, registers):
 
 @T.macro
 def solve_values(config, place, here, tiles, barriers, registers):
-    """From U'^T in flight to the finished X^T; what the next chunk brings in its shadow."""
-    T.barrier_wait(barriers.inverse_ready[here.stage], here.filled)
-    multiply_values(config, here, tiles, registers)
-    TC.wait_wgmma(1)  # the product with V is in flight
+    """From U'^T in flight to the finished V_new^T; what the next chunk brings in its shadow."""
+    if config.early_factors:
+        T.copy(tiles.x_factor[here.stage, :], registers.x_factor)
+    else:
+        load_values(config, here, tiles, registers.v)
+    TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR_REGISTERS)
-    # -n_k exp(G) U'^T
-    for i, j in T.Parallel(TILE, CHUNK):
-        registers.u_operand[i, j] = registers.u[i, j] * registers.gate[j]
-    # X^T += (-n_k exp(G) U'^T) A'^T
+
+    # W'^T = beta V^T - beta exp(G) U'^T
+    if config.early_factors:
+        for i, j in T.Parallel(TILE, CHUNK):
+            registers.w[i, j] = (
+                registers.beta_v[i, j] - beta_gamma(registers.factors, j) * registers.u[i, j]
+            )
+    else:
+        for i, j in T.Parallel(TILE, CHUNK):
+            registers.w[i, j] = (
+                beta(tiles.factors, j, here.stage) * T.cast(registers.v[j, i], "float32")
+                - beta_gamma(tiles.factors, j, here.stage) * registers.u[i, j]
+            )
+
+    # V_new^T = W'^T A^T
     TC.wgmma_gemm(
-        registers.u_operand,
+        registers.w,
         tiles.a[here.stage, :, :],
         registers.x,
         transpose_B=True,
         policy=FULL_ROW,
+        clear_accum=True,
     )
-    registers.slow[0] = tiles.slow[here.stage]  # a branch would wait for a read before it
     if here.chunk + 1 < place.chunks:
-        # Before the publication of X too: that it may take its place is part of the wait.
+        # Before the publication of V_new too: that it may take its place is part of the wait.
         take_values(config, following(config, here), tiles, barriers, registers)
+    registers.slow[0] = tiles.slow[here.stage]  # a branch would wait for a read before it
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.x, num_regs=ACCUMULATOR_REGISTERS)
 
@@ -215,12 +238,13 @@ def solve_values(config, place, here, tiles, barriers, registers):
 @T.macro
 def absorb_values(config, here, tiles, registers):
     """S^T += X^T K, left in flight: one WGMMA group a dk half."""
-    T.copy(registers.x, registers.x_operand)
-    if registers.slow[0] != 0:
-        publish_values(config, here.chunk + 1, tiles, registers.x_operand)
-        # X^T = n_k exp(g_last - g) X^T
+    # X^T = exp(r - G) V_new^T, or exp(g_last - g) V_new^T
+    if config.early_factors:
         for i, j in T.Parallel(TILE, CHUNK):
-            registers.x_operand[i, j] = registers.x[i, j] * tiles.value_gate[here.stage, j]
+            registers.x_operand[i, j] = registers.x[i, j] * registers.x_factor[j]
+    else:
+        for i, j in T.Parallel(TILE, CHUNK):
+            registers.x_operand[i, j] = registers.x[i, j] * tiles.x_factor[here.stage, j]
     for half in DK_HALVES:
         TC.wgmma_gemm(
             registers.x_operand,
@@ -230,11 +254,14 @@ def absorb_values(config, here, tiles, registers):
         )
     if registers.slow[0] == 0:
         publish_values(config, here.chunk + 1, tiles, registers.x_operand)
+    else:
+        T.copy(registers.x, registers.w)
+        publish_values(config, here.chunk + 1, tiles, registers.w)
 
 
 @T.macro
 def state_role(config, place, inputs, hooks, tiles, barriers, registers):
-    """The serial chain: S -> U' -> X -> S, all of it in registers."""
+    """The serial chain: S -> U' -> W' -> X -> S, all of it in registers."""
     first = step(config, 0)
     last = step(config, place.chunks - 1)
     hooks.load_state(config, place, inputs, registers)
@@ -291,7 +318,7 @@ def gate_scores(config, here, scale, tiles, registers):
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.scores, num_regs=ACCUMULATOR_REGISTERS)
     if registers.slow[0] == 0:
-        # P = scale n_q exp(G - r) tril(Q K^T)
+        # P = scale exp(G - r) tril(Q K^T)
         for i, j in T.Parallel(CHUNK, CHUNK):
             registers.scores[i, j] *= registers.row_gate[i]
         lower_triangle(registers)
@@ -301,51 +328,37 @@ def gate_scores(config, here, scale, tiles, registers):
 
 
 @T.macro
-def arrive_group(barrier, index):
-    """One arrival for the group, after a sync of it."""
-    if T.shuffle_elect(WARP_GROUP):
-        T.barrier_arrive(barrier[index])
-
-
-@T.macro
-def share(place, tile, index, barrier, number):
-    """Copy tile[index], which the group has just written, to the other CTA, and say so to both."""
+def publish_scores(config, place, here, tiles, barriers, registers):
+    """P to this CTA and the other one of the cluster, as soon as neither uses the one before."""
+    index, slot = here.chunk + 1, here.chunk % SCORE_SLOTS
+    T.barrier_wait(barriers.scores_free[0], (index // PAIR + 1) % 2)
+    T.copy(registers.scores_operand, tiles.scores[slot, :, :])
     T.fence_proxy_async()
     T.sync_threads(SCORES_SYNC, WARP_GROUP)
     T.copy_cluster(
-        tile[index, :, :],
-        tile[index, :, :],
-        dst_block=other_cta(place),
-        remote_barrier=barrier[number],
+        tiles.scores[slot, :, :],
+        tiles.scores[slot, :, :],
+        dst_block=1 - place.dv // TILE,
+        remote_barrier=barriers.published[index % config.slots],
     )
-    arrive_group(barrier, number)
+    if T.shuffle_elect(WARP_GROUP):
+        T.barrier_arrive(barriers.published[index % config.slots])
 
 
 @T.macro
 def scores_role(config, place, scale, tiles, barriers, registers):
-    """A' and P of every other chunk, ahead of the groups that use them, for both CTAs."""
-    arrive_group(barriers.published, 0)
+    """P of every other chunk for both CTAs, up to SCORE_SLOTS ahead of the output groups."""
+    if T.shuffle_elect(WARP_GROUP):
+        T.barrier_arrive(barriers.published[0])
     for chunk in rolled(place.chunks):
         here = step(config, chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
         if owns(place, chunk):
-            scale_inverse(here, tiles, registers)
-            T.barrier_wait(
-                barriers.inverse_wanted[turn(chunk) % config.stages],
-                turn(chunk) // config.stages % 2,
-            )
-            share(place, tiles.a, here.stage, barriers.inverse_ready, here.stage)
             multiply_queries_keys(here, tiles, registers)
             gate_scores(config, here, scale, tiles, registers)
-            arrive_warp(barriers.inputs_free, here.stage)
-            index = chunk + 1
-            T.barrier_wait(barriers.scores_free[0], (index // PAIR + 1) % 2)
-            T.copy(registers.scores_operand, tiles.scores[chunk % SCORE_SLOTS, :, :])
-            share(
-                place, tiles.scores, chunk % SCORE_SLOTS, barriers.published, index % config.slots
-            )
-        else:
-            arrive_warp(barriers.inputs_free, here.stage)
+        arrive_warp(barriers.inputs_free, here.stage)
+        if owns(place, chunk):
+            publish_scores(config, place, here, tiles, barriers, registers)
 
 
 # --- output group
@@ -495,32 +508,16 @@ def writer_warp(config, place, thread, inputs, hooks, tiles, barriers):
 
 
 @T.macro
-def load_inverse(config, place, tokens, here, inputs, tiles, barriers):
-    """A of an own chunk; of another's word to its owner that A' may come."""
-    if owns(place, here.chunk):
-        T.tma_copy(
-            inputs.a[place.batch, tokens, place.head, 0:CHUNK],
-            tiles.a[here.stage, :, :],
-            barrier=barriers.inputs_landed[here.stage],
-        )
-    else:
-        if T.shuffle_elect(WARP):
-            T.mbarrier_arrive(
-                barriers.inverse_wanted[turn(here.chunk) % config.stages], other_cta(place)
-            )
-
-
-@T.macro
 def write_factors(config, stage, token, scale, tiles, gates):
-    tiles.beta[stage, token] = gates.beta[0]
-    tiles.minus_gamma[stage, token] = of_key(config, gates, -gates.grown[0])
+    tiles.factors[stage, token // 2, token % 2] = gates.beta[0]
+    tiles.factors[stage, token // 2, 2 + token % 2] = of_key(
+        config, gates, gates.beta[0] * gates.grown[0]
+    )
     tiles.output_gate[stage, token] = of_query(config, gates, scale * gates.grown[0])
+    tiles.x_factor[stage, token] = of_key(config, gates, gates.ratio[0])
     if gates.last[0] < config.slow_limit:
-        tiles.row_factor[stage, token] = 1.0
-        tiles.value_gate[stage, token] = of_key(config, gates, gates.ratio[0])
         write_slow_score_gates(config, stage, token, tiles, gates)
     else:
-        tiles.row_factor[stage, token] = of_key(config, gates, gates.ratio[0])
         tiles.score_gate[stage, token] = of_query(
             config, gates, scale * T.exp2(gates.total[0] - gates.reference[0])
         )
@@ -541,7 +538,6 @@ def close_inputs(config, place, barriers):
 
 
 SERVICE = SimpleNamespace(
-    load_inverse=load_inverse,
     stage_values=stage_values,
     writer_warp=writer_warp,
     write_factors=write_factors,
@@ -579,7 +575,7 @@ def cta_memory(config) -> SimpleNamespace:
         q=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
         k=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
         v=[T.alloc_shared((CHUNK, TILE), operand) for _ in range(stages)],
-        a=T.alloc_shared((stages, CHUNK, CHUNK), operand),  # A of own chunks, then A'
+        a=T.alloc_shared((stages, CHUNK, CHUNK), operand),
         state=T.alloc_shared((config.slots * len(DK_HALVES), TILE, TILE), operand),
         values=T.alloc_shared((config.slots, TILE, CHUNK), operand),
         scores=T.alloc_shared((SCORE_SLOTS, CHUNK, CHUNK), operand),
@@ -587,15 +583,13 @@ def cta_memory(config) -> SimpleNamespace:
         **{
             name: T.alloc_shared((stages, CHUNK), fp32, scope="shared")
             for name in (
-                "beta",
-                "minus_gamma",  # -n_k exp(G)
-                "row_factor",  # n_k exp(r - G), of a slow chunk 1
-                "value_gate",  # n_k exp(g_last - g), of a slow chunk
-                "score_gate",  # scale n_q exp(G - r), of a slow chunk log2 of n_q gamma
-                "output_gate",  # scale n_q exp(G)
+                "x_factor",  # exp(r - G), in a slow chunk exp(g_last - g)
+                "score_gate",  # scale exp(G - r), in a slow chunk log2 of gamma
+                "output_gate",  # scale exp(G)
                 *("score_column",) * config.l2norm,  # in a slow chunk log2 of gamma / norm of k
             )
         },
+        factors=T.alloc_shared((stages, CHUNK // 2, 4), fp32, scope="shared"),
         **chunk_scalars(config),
     )
     barriers = SimpleNamespace(
@@ -606,16 +600,12 @@ def cta_memory(config) -> SimpleNamespace:
         chunk_ready=T.alloc_barrier(
             [GATE_WARPS + WARPS_PER_GROUP] * stages
         ),  # the same, and by the output group that a publication may take its place
-        inverse_ready=T.alloc_barrier([1] * stages),  # with A'
         inputs_free=T.alloc_barrier(
             [3 * WARPS_PER_GROUP] * stages
         ),  # by state, output and scores groups
         published=T.alloc_barrier(
             [WARPS_PER_GROUP + 1] * config.slots
         ),  # by the state group, and with P
-        inverse_wanted=T.alloc_cluster_barrier(
-            [1] * stages
-        ),  # by the other CTA's producer warp: there is room for A'
         scores_free=T.alloc_cluster_barrier([PAIR * WARPS_PER_GROUP]),  # by both output groups
         output_ready=T.alloc_barrier([WARPS_PER_GROUP]),  # by the output group
         output_stored=T.alloc_barrier([WARP]),  # by the writer warp
@@ -624,16 +614,18 @@ def cta_memory(config) -> SimpleNamespace:
         state=[T.alloc_fragment((TILE, TILE), fp32) for _ in DK_HALVES],
         state_operand=[T.alloc_fragment((TILE, TILE), operand) for _ in DK_HALVES],
         u=T.alloc_fragment((TILE, CHUNK), fp32),
-        u_operand=T.alloc_fragment((TILE, CHUNK), operand),
+        v=T.alloc_fragment((CHUNK, TILE), operand),
+        w=T.alloc_fragment((TILE, CHUNK), operand),
         x=T.alloc_fragment((TILE, CHUNK), fp32),
         x_operand=T.alloc_fragment((TILE, CHUNK), operand),
-        gate=T.alloc_fragment((CHUNK,), fp32),
+        beta_v=T.alloc_fragment((TILE, CHUNK), fp32),
+        factors=T.alloc_fragment((CHUNK // 2, 4), fp32),
+        x_factor=T.alloc_fragment((CHUNK,), fp32),
         keep=T.alloc_local((1,), fp32),
         owed=T.alloc_local((1,), fp32),
         slow=T.alloc_local((1,), "int32"),
     )
     beside = SimpleNamespace(
-        inverse=T.alloc_fragment((CHUNK, CHUNK), operand),  # A, then A'
         scores=T.alloc_fragment((CHUNK, CHUNK), fp32),
         slow=T.alloc_local((1,), "int32"),
         row_gate=T.alloc_fragment((CHUNK,), fp32),
@@ -646,8 +638,10 @@ def cta_memory(config) -> SimpleNamespace:
     )
     T.annotate_layout(
         {
+            chain.v: transposed_accumulator(TILE),
             beside.output_operand: transposed_accumulator(TILE),
-            chain.gate: accumulator_row(),
+            chain.factors: factor_pairs(),
+            chain.x_factor: accumulator_row(),
             tiles.state: register_dump(config.slots * len(DK_HALVES), TILE),
             tiles.values: register_dump(config.slots, TILE),
             **{tile: make_full_bank_swizzled_layout(tile) for tile in (*tiles.v, tiles.output)},
@@ -664,10 +658,3 @@ def clear_values(config, here, row, piece, tiles, clear_piece):
     for stage in tuple(range(config.stages)):
         if here.stage == stage:
             clear_piece(tiles.v[stage], (row,), piece)
-
-
-@T.macro
-def clear_inverse(place, here, row, piece, tiles, clear_piece):
-    """Zero a piece of a row of A, where it is this CTA that has it."""
-    if owns(place, here.chunk):
-        clear_piece(tiles.a, (here.stage, row), piece)

@@ -83,11 +83,14 @@ class OperatorConfig(TileConfig):
     segmented: bool = False
 
     def __post_init__(self) -> None:
-        if self.keeps_states and self.block_dv != TILE:
-            raise ValueError(
-                f"block_dv={self.block_dv} must be {TILE} with kept_states: registers do not "
-                "reach for more"
-            )
+        if self.keeps_states:
+            if self.block_dv != TILE:
+                raise ValueError(
+                    f"block_dv={self.block_dv} must be {TILE} with kept_states: registers do not "
+                    "reach for more"
+                )
+            if self.early_factors is None:
+                object.__setattr__(self, "early_factors", False)
         super().__post_init__()
         check_dtypes(self, "initial_state", "final_state", "kept_states")
         if self.segmented and (self.packed or self.keeps_states):
@@ -323,9 +326,7 @@ def clear_neighbours(config, place, here, token, tiles):
                 if lane < KEY_PIECES:
                     clear_piece(tiles.k, (here.stage, row), lane)
                 elif lane < KEY_PIECES + INVERSE_PIECES:
-                    TILES[config.block_dv].clear_inverse(
-                        place, here, row, lane - KEY_PIECES, tiles, clear_piece
-                    )
+                    clear_piece(tiles.a, (here.stage, row), lane - KEY_PIECES)
                 if lane >= WARP - config.block_dv // VECTOR:
                     TILES[config.block_dv].clear_values(
                         config,

@@ -53,7 +53,6 @@ from .resident_common import (
     of_query,
     resident_gates,
     rolled,
-    scale_inverse,
     service_role,
     set_registers,
     step,
@@ -74,7 +73,16 @@ def prepare_role(config, place, scale, tiles, barriers, registers):
         here = step(config, chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
         multiply_queries_keys(here, tiles, registers)
-        scale_inverse(here, tiles, registers)
+        # Each thread writes what it has read.
+        T.copy(tiles.a[here.stage, :, :], registers.inverse)
+        for i, j in T.Parallel(CHUNK, CHUNK):
+            # A' = n_k exp(r - G) A beta
+            registers.inverse[i, j] = (
+                T.cast(registers.inverse[i, j], "float32")
+                * tiles.row_factor[here.stage, i]
+                * tiles.beta[here.stage, j]
+            )
+        T.copy(registers.inverse, tiles.a[here.stage, :, :])
         gate_scores(config, here, scale, tiles, registers)
         T.copy(registers.scores_operand, tiles.scores[here.stage, :, :])
         T.fence_proxy_async()
@@ -266,15 +274,6 @@ def state_role(config, place, inputs, hooks, tiles, barriers, registers):
 
 # --- service group
 @T.macro
-def load_inverse(config, place, tokens, here, inputs, tiles, barriers):
-    T.tma_copy(
-        inputs.a[place.batch, tokens, place.head, 0:CHUNK],
-        tiles.a[here.stage, :, :],
-        barrier=barriers.inputs_landed[here.stage],
-    )
-
-
-@T.macro
 def stage_values(config, place, tokens, here, inputs, tiles, barriers):
     T.tma_copy(
         inputs.v[place.batch, tokens, place.head, 0:HEAD_DIM],
@@ -323,7 +322,6 @@ def close_inputs(config, place, barriers):
 
 
 SERVICE = SimpleNamespace(
-    load_inverse=load_inverse,
     stage_values=stage_values,
     writer_warp=writer_warp,
     write_factors=write_factors,
@@ -428,9 +426,3 @@ def cta_memory(config) -> SimpleNamespace:
 def clear_values(config, here, row, piece, tiles, clear_piece):
     """Zero a piece of a row of V."""
     clear_piece(tiles.v, (here.stage, row), piece)
-
-
-@T.macro
-def clear_inverse(place, here, row, piece, tiles, clear_piece):
-    """Zero a piece of a row of A."""
-    clear_piece(tiles.a, (here.stage, row), piece)

@@ -93,8 +93,8 @@ class SummaryConfig:
 
     dtype: ClassVar[str] = "bfloat16"
     l2norm: ClassVar[bool] = False
-    # N and D of a segment on one TPC: see TileConfig.pair
-    pair: ClassVar[tuple[int, int, int] | None] = (1, 1, 2)
+    # N and D of a segment on one TPC: see TileConfig.cluster
+    cluster: ClassVar[tuple[int, int, int] | None] = (1, 1, 2)
 
     def __post_init__(self) -> None:
         check_heads(self.heads_q, self.heads_v)
@@ -449,7 +449,7 @@ def summary_kernel(config: SummaryConfig):
             batch,
             2 * (boundaries - 1),
             threads=SUMMARY_THREADS,
-            cluster_dims=config.pair,
+            cluster_dims=config.cluster,
         ) as (
             head,
             sequence,

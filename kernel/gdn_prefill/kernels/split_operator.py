@@ -98,7 +98,7 @@ def operator_summary_kernel(config: OperatorSummaryConfig):
             batch,
             2 * (boundaries - 1),
             threads=SUMMARY_THREADS,
-            cluster_dims=config.pair,
+            cluster_dims=config.cluster,
         ) as (
             head,
             sequence,
