@@ -320,7 +320,7 @@ def test_what_an_evicted_plan_returned_stays(standin, monkeypatch):
     assert torch.equal(again[0], chunk_gated_delta_rule(*x, backend="cuda")[0])
 
 
-def test_workspace_is_what_the_issue_allows(standin):
+def test_workspace_is_what_is_allowed(standin):
     tokens_, heads_q, heads_v = 4096, 2, 8
     plan = gdn_prefill.plan(heads_q, heads_v, tokens_, use_qk_l2norm_in_kernel=True)
     per_token = plan.bytes_per_token
