@@ -293,3 +293,22 @@ def test_lazy_decay_does_depend_on_the_cut(emulated):
 def test_configuration_names_what_is_wrong(settings, message):
     with pytest.raises(ValueError, match=message):
         OperatorConfig(1, 2, **settings)
+
+
+@pytest.mark.parametrize("beta", ["sigmoid", "twice"])
+def test_what_is_never_forgotten_stays_within_the_tolerance(emulated, beta):
+    """A thousand tokens without any decay; with beta up to 2 the tile of 128 columns misses it."""
+    variant = replace(PLAIN, beta=beta, initial=BF16, packed=INT32)
+    check(variant, replace(DATA, lengths=(1000,), strength=0.0), "cpu", "auto")
+
+
+@pytest.mark.parametrize("keeps_states, packed", [(False, True), (False, False), (True, True)])
+def test_negative_eigenvalues_run_64_columns(monkeypatch, keeps_states, packed):
+    monkeypatch.setattr(operator_forward, "sm_count", lambda _: 132)
+    options = {"packed": packed, "batch_invariant": False, "keeps_states": keeps_states}
+    call = (8, 8 * 1024, 16, 64, torch.device("cpu"))
+    plans = [
+        operator_forward.call_plan(*call, **options, allow_neg_eigval=allowed)
+        for allowed in (False, True)
+    ]
+    assert [plan.block_dv for plan in plans] == [64 if keeps_states else 128, 64]

@@ -51,7 +51,7 @@ class StandIn:
     def forward(
         self, q, k, v, gate, beta, A, query_norm, key_norm, cu_seqlens, initial_state,
         initial_rows, output, final_state, final_rows, states, states_starts, workspace, *,
-        scale, states_every, states_before, state_v_first, batch_invariant,
+        scale, states_every, states_before, state_v_first, batch_invariant, allow_neg_eigval,
     ):  # fmt: skip
         self.launches.append("forward")
         self.read = [x.data_ptr() for x in (q, k, v)]

@@ -85,6 +85,7 @@ def run_cuda(
             states_before=options.output_h,
             state_v_first=options.state_v_first,
             batch_invariant=options.batch_invariant,
+            allow_neg_eigval=options.allow_neg_eigval,
         )
 
 
@@ -140,6 +141,7 @@ def workspaces(
         packed=shape.packed,
         batch_invariant=options.batch_invariant,
         keeps_states=bool(options.states_every),
+        allow_neg_eigval=options.allow_neg_eigval,
     )
     for name, item in plan.workspaces(shape.B, shape.Hv).items():
         found[name] = (item.shape, getattr(torch, item.dtype))

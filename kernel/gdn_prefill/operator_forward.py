@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from .specialisations import Specialisation
     from .variants import Usage
 
-# The tile of calls whose bits must not depend on what else is in the batch, and of those that keep
-# states along the way, which wait for memory more than for the chain.
+# The tile of calls whose bits must not depend on what else is in the batch, of those that keep
+# states along the way, which wait for memory more than for the chain, and of those with eigenvalues
+# down to -1: at 128 columns A is rounded once more, and without decay nothing wrong is forgotten.
 NARROW_TILE = 64
 
 
@@ -53,6 +54,7 @@ def launch_forward(
     states_before: bool,
     state_v_first: bool,
     batch_invariant: bool,
+    allow_neg_eigval: bool,
 ) -> None:
     """Stage 2: all chunks of every sequence and V head, on the current stream.
 
@@ -76,6 +78,7 @@ def launch_forward(
             row start + i - 1.
         state_v_first: all states are [dv, dk].
         batch_invariant: no choice may depend on the other sequences.
+        allow_neg_eigval: beta is up to 2.
 
     An empty sequence's state is copied, and left alone where both states are the same memory.
     """
@@ -101,6 +104,7 @@ def launch_forward(
         packed=cu_seqlens is not None,
         batch_invariant=batch_invariant,
         keeps_states=bool(states_every),
+        allow_neg_eigval=allow_neg_eigval,
     )
     kernels = forward_kernels(
         plan,
@@ -228,22 +232,30 @@ def call_plan(
     packed: bool,
     batch_invariant: bool,
     keeps_states: bool,
+    allow_neg_eigval: bool,
 ) -> CorePlan:
     """The plan that such a call runs and has its workspace for; tokens: of all sequences."""
     if batch_invariant or keeps_states:
         return CorePlan(NARROW_TILE)
     cut = may_cut(packed, batch_invariant, keeps_states)
-    return sequence_plan(sequences, tokens, heads_q, heads_v, sm_count(device), cut)
+    tile = NARROW_TILE if allow_neg_eigval else None
+    return sequence_plan(sequences, tokens, heads_q, heads_v, sm_count(device), cut, tile)
 
 
 @functools.lru_cache(maxsize=1024)
 def sequence_plan(
-    sequences: int, tokens: int, heads_q: int, heads_v: int, sm_count: int, cut: bool
+    sequences: int,
+    tokens: int,
+    heads_q: int,
+    heads_v: int,
+    sm_count: int,
+    cut: bool,
+    block_dv: int | None,
 ) -> CorePlan:
     """The plan for so many sequences with so many tokens all together; cut: it may be a split."""
     mean = max(1, tokens // sequences)
     split = "auto" if cut else False
-    return core_plan(sequences, mean, heads_q, heads_v, sm_count, split=split)
+    return core_plan(sequences, mean, heads_q, heads_v, sm_count, block_dv=block_dv, split=split)
 
 
 class Kernel(NamedTuple):
@@ -319,11 +331,11 @@ def forward_specialisations(
 
     packed = usage.cu_seqlens is not None
     kept = (usage.final_state or "float32") if usage.kept_states else None
-    plans = [CorePlan(NARROW_TILE)]
-    if not usage.batch_invariant and kept is None:
-        plans = [CorePlan(tile) for tile in TILES]
+    free = not usage.batch_invariant and kept is None and usage.beta != "twice_sigmoid"
+    tiles = TILES if free else (NARROW_TILE,)
+    plans = [CorePlan(tile) for tile in tiles]
     if may_cut(packed, usage.batch_invariant, kept is not None):
-        plans += [CorePlan(tile, THREE_SEGMENTS, PRODUCTS) for tile in TILES]
+        plans += [CorePlan(tile, THREE_SEGMENTS, PRODUCTS) for tile in tiles]
     found = {}
     for plan in plans:
         kernels = forward_kernels(
