@@ -74,7 +74,8 @@ def of_variant(variant: Variant) -> tuple[Specialisation, ...]:
     )
     kept = variant.kept_dtype if variant.kept else None
     plans = [CorePlan(NARROW_TILE)]
-    if operator_forward.may_cut(variant.packed is not None, variant.batch_invariant, bool(kept)):
+    fixed = operator_forward.is_fixed(variant.batch_invariant, bool(kept), variant.beta == "twice")
+    if not fixed and variant.packed is None:
         plans.append(CorePlan(NARROW_TILE, THREE_SEGMENTS, PRODUCTS))
     kernels = [operator_forward.Kernel(operator_preprocess_kernel, preprocess, PASS_CONFIGS)]
     for plan in plans:

@@ -295,20 +295,27 @@ def test_configuration_names_what_is_wrong(settings, message):
         OperatorConfig(1, 2, **settings)
 
 
-@pytest.mark.parametrize("beta", ["sigmoid", "twice"])
-def test_what_is_never_forgotten_stays_within_the_tolerance(emulated, beta):
-    """A thousand tokens without any decay; with beta up to 2 the tile of 128 columns misses it."""
-    variant = replace(PLAIN, beta=beta, initial=BF16, packed=INT32)
-    check(variant, replace(DATA, lengths=(1000,), strength=0.0), "cpu", "auto")
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("packed", [INT32, None])
+def test_what_is_never_forgotten_stays_within_the_tolerance(emulated, monkeypatch, packed, seed):
+    """A thousand tokens without any decay and with beta up to 2: neither the tile of 128 columns
+    nor a split would do.
+    """
+    planned(monkeypatch, CorePlan(128))
+    variant = replace(PLAIN, beta="twice", initial=BF16, packed=packed)
+    check(variant, replace(DATA, lengths=(1000,), strength=0.0, seed=seed), "cpu", "auto")
+    assert [config.block_dv for config in forward_configs(emulated)] == [64]
 
 
-@pytest.mark.parametrize("keeps_states, packed", [(False, True), (False, False), (True, True)])
-def test_negative_eigenvalues_run_64_columns(monkeypatch, keeps_states, packed):
+@pytest.mark.parametrize("option", ["batch_invariant", "keeps_states", "allow_neg_eigval", None])
+@pytest.mark.parametrize("packed", [True, False])
+def test_some_calls_have_no_choice(monkeypatch, option, packed):
     monkeypatch.setattr(operator_forward, "sm_count", lambda _: 132)
-    options = {"packed": packed, "batch_invariant": False, "keeps_states": keeps_states}
-    call = (8, 8 * 1024, 16, 64, torch.device("cpu"))
-    plans = [
-        operator_forward.call_plan(*call, **options, allow_neg_eigval=allowed)
-        for allowed in (False, True)
-    ]
-    assert [plan.block_dv for plan in plans] == [64 if keeps_states else 128, 64]
+    names = ("batch_invariant", "keeps_states", "allow_neg_eigval")
+    options = {name: name == option for name in names}
+    call = (1, 65536, 2, 8, torch.device("cpu"))
+    plan = operator_forward.call_plan(*call, packed=packed, **options)
+    if option is None:
+        assert (plan.cut is None) == packed
+    else:
+        assert plan == CorePlan(64)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 # The tile of calls whose bits must not depend on what else is in the batch, of those that keep
 # states along the way, which wait for memory more than for the chain, and of those with eigenvalues
-# down to -1: at 128 columns A is rounded once more, and without decay nothing wrong is forgotten.
+# down to -1: without decay they forget nothing that is wrong, and at 128 columns A is rounded once
+# more, in a split the transitions are.
 NARROW_TILE = 64
 
 
@@ -217,9 +218,9 @@ def words(numbers: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
     return numbers.view(torch.int32), 2
 
 
-def may_cut(packed: bool, batch_invariant: bool, keeps_states: bool) -> bool:
-    """Whether such calls are split over time where it pays."""
-    return not (packed or batch_invariant or keeps_states)
+def is_fixed(batch_invariant: bool, keeps_states: bool, allow_neg_eigval: bool) -> bool:
+    """Whether such calls always run NARROW_TILE and are never split over time."""
+    return batch_invariant or keeps_states or allow_neg_eigval
 
 
 def call_plan(
@@ -235,27 +236,19 @@ def call_plan(
     allow_neg_eigval: bool,
 ) -> CorePlan:
     """The plan that such a call runs and has its workspace for; tokens: of all sequences."""
-    if batch_invariant or keeps_states:
+    if is_fixed(batch_invariant, keeps_states, allow_neg_eigval):
         return CorePlan(NARROW_TILE)
-    cut = may_cut(packed, batch_invariant, keeps_states)
-    tile = NARROW_TILE if allow_neg_eigval else None
-    return sequence_plan(sequences, tokens, heads_q, heads_v, sm_count(device), cut, tile)
+    return sequence_plan(sequences, tokens, heads_q, heads_v, sm_count(device), not packed)
 
 
 @functools.lru_cache(maxsize=1024)
 def sequence_plan(
-    sequences: int,
-    tokens: int,
-    heads_q: int,
-    heads_v: int,
-    sm_count: int,
-    cut: bool,
-    block_dv: int | None,
+    sequences: int, tokens: int, heads_q: int, heads_v: int, sm_count: int, cut: bool
 ) -> CorePlan:
     """The plan for so many sequences with so many tokens all together; cut: it may be a split."""
     mean = max(1, tokens // sequences)
     split = "auto" if cut else False
-    return core_plan(sequences, mean, heads_q, heads_v, sm_count, block_dv=block_dv, split=split)
+    return core_plan(sequences, mean, heads_q, heads_v, sm_count, split=split)
 
 
 class Kernel(NamedTuple):
@@ -331,11 +324,11 @@ def forward_specialisations(
 
     packed = usage.cu_seqlens is not None
     kept = (usage.final_state or "float32") if usage.kept_states else None
-    free = not usage.batch_invariant and kept is None and usage.beta != "twice_sigmoid"
-    tiles = TILES if free else (NARROW_TILE,)
-    plans = [CorePlan(tile) for tile in tiles]
-    if may_cut(packed, usage.batch_invariant, kept is not None):
-        plans += [CorePlan(tile, THREE_SEGMENTS, PRODUCTS) for tile in tiles]
+    plans = [CorePlan(NARROW_TILE)]
+    if not is_fixed(usage.batch_invariant, kept is not None, usage.beta == "twice_sigmoid"):
+        plans = [CorePlan(tile) for tile in TILES]
+        if not packed:
+            plans += [CorePlan(tile, THREE_SEGMENTS, PRODUCTS) for tile in TILES]
     found = {}
     for plan in plans:
         kernels = forward_kernels(

@@ -140,11 +140,12 @@ class TileConfig:
 
     @property
     def cluster(self) -> tuple[int, int, int] | None:
-        """Cluster over a grid whose first extent counts tiles: those of a head at 64 columns.
+        """Cluster over a grid whose first extent counts tiles.
 
-        At 128 columns it is for launches that another one runs beside. A cluster of two takes the
-        two SMs of a TPC. They share an instruction cache, which holds one kernel but not two:
-        unpaired, launches side by side take up to twice their time.
+        At 64 columns it is the two tiles of a head. At 128 it is any two heads, if they come out
+        even, of launches that another one runs beside: a cluster of two takes the two SMs of a TPC,
+        which share an instruction cache that holds one kernel but not two. Unpaired, launches side
+        by side take up to twice their time.
         """
         pairs = self.block_dv == TILE or (self.segmented and self.heads_v % 2 == 0)
         return (2, 1, 1) if pairs else None

@@ -329,7 +329,7 @@ def gate_scores(config, here, scale, tiles, registers):
 
 @T.macro
 def publish_scores(config, place, here, tiles, barriers, registers):
-    """P to this CTA and the other one of the cluster, as soon as neither uses the one before."""
+    """P to this CTA and the other one of the cluster, once neither uses the last of this owner."""
     index, slot = here.chunk + 1, here.chunk % SCORE_SLOTS
     T.barrier_wait(barriers.scores_free[0], (index // PAIR + 1) % 2)
     T.copy(registers.scores_operand, tiles.scores[slot, :, :])
