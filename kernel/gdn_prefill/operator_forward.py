@@ -1,8 +1,7 @@
 """Stage two of the operator: which kernels run a call, and their launches.
 
 A dense call with few states is split over time where the cost model says that it pays, in up to
-three launches more; a packed one never is, nor one that keeps states along the way, or whose bits
-must not depend on the other sequences.
+three launches more; a packed one never is, nor one that is_fixed.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def emulate(
 
         run_in_pool(program, launch, clusters, schedule, options, report, step, workers)
     else:
-        program.run_clusters(launch, clusters, schedule, options, report, lambda _: step())
+        program.run_clusters(launch, clusters, schedule, options, report, step)
     program.write_back(launch)
     report.written = program.coverage(launch)
     error = report.error()

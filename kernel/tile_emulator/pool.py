@@ -79,7 +79,7 @@ def work(program, launch, clusters, schedule, options, pipe) -> None:
     try:
         with threadpool_limits(limits=1):
             program.run_clusters(
-                launch, clusters, schedule, options, report, lambda _: pipe.send(("done", None))
+                launch, clusters, schedule, options, report, lambda: pipe.send(("done", None))
             )
     except Exception as error:
         pipe.send(("error", error))

@@ -150,9 +150,9 @@ class Program:
         schedule: str,
         options: Options,
         report: Report,
-        progress: Callable[[int], None] | None = None,
+        progress: Callable[[], None],
     ) -> None:
-        """Run some clusters of CTAs, one after the other; progress(number) follows for each CTA.
+        """Run some clusters of CTAs, one after the other; progress() follows for each CTA.
 
         An EmulatorError that ends the run carries the report.
         """
@@ -175,9 +175,8 @@ class Program:
             finally:
                 if trace:
                     report.timeline = trace.finish()
-            if progress:
-                for number in numbers:
-                    progress(number)
+            for _ in numbers:
+                progress()
 
     def fill(self, cta: Cta, launch: Launch) -> None:
         """Give a CTA its shared memory, barriers and roles."""
