@@ -119,10 +119,12 @@ def grid(
     """CTAs to launch: all items at once, or what the device holds at a time.
 
     sequences: of a packed batch; the items are then as many as that number of sequences with that
-    many tokens could have.
+    many tokens could have, and the last CTA has none of them: it orders the sequences.
     """
-    chunks = batch * -(-tokens // CHUNK) if sequences is None else tokens // CHUNK + sequences
-    return min(chunks * head_groups(config.heads_v), sm_count * blocks_per_sm(config))
+    room = sm_count * blocks_per_sm(config)
+    if sequences is None:
+        return min(batch * -(-tokens // CHUNK) * head_groups(config.heads_v), room)
+    return min((tokens // CHUNK + sequences) * head_groups(config.heads_v), room - 1) + 1
 
 
 def below(i: int, j: int) -> int:
@@ -699,7 +701,7 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
     ordering = SimpleNamespace(
         **{
             name: T.alloc_local((1,), "int32")
-            for name in ("mine", "position", "begun", "member", "length")
+            for name in ("mine", "position", "begun", "member", "length", "least", "below")
         }
     )
     gates = T.alloc_local((2 * TOKENS,), fp32)
@@ -713,20 +715,27 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
     warp = thread // WARP
     lane = thread % WARP
     chunks = T.ceildiv(tokens, CHUNK)
+    walkers = ctas - 1 if config.packed else ctas
     steps, tile = T.alloc_var("int32"), T.alloc_var("int32")
     if config.packed:
         share_sequences(inputs.cu_seqlens, sequences, thread, search, tiles.totals)
         steps = T.truncdiv(
             (tiles.totals[0] + tiles.totals[1] + tiles.totals[2] + tiles.totals[3]) * groups
             - block
-            + ctas
+            + walkers
             - 1,
-            ctas,
+            walkers,
         )
         find(inputs.cu_seqlens, T.truncdiv(block, groups), search, tiles.found, 0)
         T.sync_threads()
+        if block == walkers:
+            steps = 0
+            order_sequences(
+                *(inputs.cu_seqlens, sequences, tokens, thread, ordering),
+                *(tiles.totals, outputs.order),
+            )
     else:
-        steps = T.truncdiv(batch * chunks * groups - block + ctas - 1, ctas)
+        steps = T.truncdiv(batch * chunks * groups - block + walkers - 1, walkers)
 
     # a dense batch is never launched with more CTAs than items
     if not config.packed or steps > 0:
@@ -734,11 +743,6 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
         for stage in tuple(range(stages)):
             fetch_keys(config, inputs.k, tiles, k_loaded, here, stage, stage)
         fetch_gates(config, inputs, here, warp, lane, raw)
-    if config.packed and block == ctas - 1:
-        T.sync_threads()  # the totals are read
-        order_sequences(
-            inputs.cu_seqlens, sequences, tokens, thread, ordering, tiles.totals, outputs.order
-        )
     # the blocks above the diagonal stay zero
     for i in T.unroll(4):
         zeros[i] = 0
@@ -751,7 +755,7 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
         )
 
     for step in T.serial(steps):
-        following = block + (step + 1) * ctas
+        following = block + (step + 1) * walkers
         slot = (step + 1) % 2
         if config.packed:
             find(inputs.cu_seqlens, T.truncdiv(following, groups), search, tiles.found, slot)

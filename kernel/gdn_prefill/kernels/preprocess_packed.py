@@ -12,6 +12,7 @@ no chunks and are passed over.
 The last CTA also says in which order the forward kernel begins the sequences, longer ones first.
 """
 
+import tilelang.cuda.language as TC
 import tilelang.language as T
 
 from .preprocess import CHUNK, THREADS
@@ -20,8 +21,14 @@ WARP = 32
 WARPS = THREADS // WARP
 
 # Sequences are begun class by class: those of at least so many eighths of the mean length, which
-# is all tokens over all sequences, first.
+# is all tokens over all sequences, first; a class has half of what the one before has, the last none.
 CLASSES = (64, 32, 16, 8, 4, 0)
+LONGEST = 2**31 - 1
+
+
+def rolled(extent):
+    """A loop with one copy of its body: code that has not been fetched yet is slower than a trip."""
+    return TC.unroll(extent, unroll_factor=1)
 
 
 @T.macro
@@ -58,7 +65,7 @@ def share_sequences(cu_seqlens, sequences, thread, search, totals_shared):
     for scalar in (search.first, search.last, search.begin, search.end, search.other):
         scalar[0] = 0
     search.sequence[0] = thread * share
-    for s in T.serial(share):
+    for s in rolled(share):
         if thread * share + s < sequences:
             if s == 0:
                 search.begin[0] = T.cast(cu_seqlens[thread * share], "int32")
@@ -93,40 +100,37 @@ def find(cu_seqlens, chunk, search, found_shared, slot):
 def order_sequences(cu_seqlens, sequences, tokens, thread, at, totals_shared, order):
     """order = the sequences, longer ones first by CLASSES, in their own order within a class.
 
-    at: scalars of the thread. A long sequence that is begun last keeps the whole launch waiting. By
+    at: scalars of the thread; least, below: lengths of the class at hand. A long sequence that is begun last keeps the whole launch waiting. By
     one CTA, a class at a time.
     """
     share = T.ceildiv(sequences, THREADS)
     at.begun[0] = 0
-    for number in tuple(range(len(CLASSES))):
+    at.least[0] = T.truncdiv(tokens, sequences * 8) * CLASSES[0]
+    at.below[0] = LONGEST
+    for number in rolled(len(CLASSES)):
         at.mine[0] = 0
-        for s in T.serial(share):
-            classify(cu_seqlens, sequences, tokens, thread * share + s, number, at)
+        for s in rolled(share):
+            classify(cu_seqlens, sequences, thread * share + s, at)
             at.mine[0] += at.member[0]
         sum_before(at.mine, at.position, at.member, thread, totals_shared)
         at.position[0] += at.begun[0]
         for w in tuple(range(WARPS)):
             at.begun[0] += totals_shared[w]
-        for s in T.serial(share):
-            classify(cu_seqlens, sequences, tokens, thread * share + s, number, at)
+        for s in rolled(share):
+            classify(cu_seqlens, sequences, thread * share + s, at)
             if at.member[0] != 0:
                 order[at.position[0]] = thread * share + s
                 at.position[0] += 1
+        at.below[0] = at.least[0]
+        at.least[0] = T.if_then_else(number + 2 < len(CLASSES), T.truncdiv(at.least[0], 2), 0)
         T.sync_threads()  # totals_shared is read
 
 
-def least_length(number, tokens, sequences):
-    """Tokens of the shortest sequence of a class."""
-    return T.truncdiv(tokens, sequences * 8) * CLASSES[number]
-
-
 @T.macro
-def classify(cu_seqlens, sequences, tokens, sequence, number, at):
-    """at.member = 1 if it is a sequence of that class, else 0."""
+def classify(cu_seqlens, sequences, sequence, at):
+    """at.member = 1 if it is a sequence of the class at hand, else 0."""
     at.member[0] = 0
     if sequence < sequences:
         at.length[0] = T.cast(cu_seqlens[sequence + 1] - cu_seqlens[sequence], "int32")
-        if at.length[0] >= least_length(number, tokens, sequences):
+        if at.length[0] >= at.least[0] and at.length[0] < at.below[0]:
             at.member[0] = 1
-        if number > 0 and at.length[0] >= least_length(number - 1, tokens, sequences):
-            at.member[0] = 0
