@@ -129,15 +129,61 @@ def poisoned(case: Case) -> dict[str, Tensor]:
         shape = (B, heads, T) if time else (B, T, heads)
         return torch.full(shape, torch.nan, device=device)
 
-    A = torch.full((B, T, Hv, CHUNK), torch.nan, device=device)
+    rows, blocks = (B, T, Hv, CHUNK), (record_count(case), Hv, 10, 256)
+    shape = rows if case.config.inverse == "rows" else blocks
     return {
-        "A": A.to(case.inputs["k"].dtype),
+        "A": torch.full(shape, torch.nan, device=device, dtype=case.inputs["k"].dtype),
         "gate": scalars(Hv),
         "beta": scalars(Hv),
         "query_norm": scalars(Hq),
         "key_norm": scalars(Hq),
         "order": torch.full((sequence_count(case),), -7, dtype=torch.int32, device=device),
     }
+
+
+def record_count(case: Case) -> int:
+    B, T, *_ = case.shape
+    return T // CHUNK + sequence_count(case) if case.config.packed else B * -(-T // CHUNK)
+
+
+def square(record: Tensor) -> Tensor:
+    """A [Hv, 64, 64] of a record [Hv, 10, 256]: lane 4 r + c has of a block, in this order,
+    columns 8 h + 2 c + p of rows 8 v + r for (h, v, p) = 000 to 111."""
+    blocks = record.unflatten(-1, (8, 4, 2, 2, 2)).permute(0, 1, 5, 2, 4, 3, 6)
+    blocks = blocks.reshape(len(record), 10, 16, 16)
+    found = record.new_zeros(len(record), CHUNK, CHUNK)
+    below = [(i, j) for i in range(4) for j in range(i + 1)]
+    for number, (i, j) in enumerate(below):
+        found[:, 16 * i : 16 * i + 16, 16 * j : 16 * j + 16] = blocks[:, number]
+    return found
+
+
+def in_rows(case: Case, A: Tensor) -> Tensor:
+    """A [B, T, Hv, 64] of either layout, NaN where nothing was written."""
+    if case.config.inverse == "rows":
+        return A
+    B, T, _, Hv = case.shape
+    if case.config.packed:
+        bounds = case.inputs["cu_seqlens"].tolist()
+        sequences = [
+            (0, a, z, a // CHUNK + n)
+            for n, (a, z) in enumerate(zip(bounds, bounds[1:], strict=False))
+        ]
+    else:
+        sequences = [(b, 0, T, b * -(-T // CHUNK)) for b in range(B)]
+    rows, rest = A.new_full((B, T, Hv, CHUNK), torch.nan), A.clone()
+    for b, first, end, record in sequences:
+        for chunk, begin in enumerate(range(first, end, CHUNK)):
+            found = square(A[record + chunk])
+            valid = min(end - begin, CHUNK)
+            rows[b, begin : begin + valid] = found[:, :valid].transpose(0, 1)
+            if found.isfinite().all():
+                assert torch.equal(
+                    found[:, valid:], torch.eye(CHUNK).to(found)[valid:].expand_as(found[:, valid:])
+                ), "A: rows past the end of a sequence"
+            rest[record + chunk] = torch.nan
+    assert rest.isnan().all(), "A: records of no chunk were written"
+    return rows
 
 
 def sequence_count(case: Case) -> int:
@@ -198,6 +244,7 @@ def expected(case: Case) -> dict[str, Tensor]:
 
 def check(case: Case, found: dict[str, Tensor]) -> None:
     wanted = expected(case)
+    found = found | {"A": in_rows(case, found["A"])}
     assert found["order"].tolist() == expected_order(case), "order: another one"
     for name, want in wanted.items():
         got = found[name].double()
@@ -308,6 +355,8 @@ OPTIONS = {
     "fp16": {"dtype": "float16", "gate_dtype": "float16", "beta_dtype": "float16"},
     "l2norm": {"l2norm": True},
     "token": {"layout": "token", "l2norm": True},
+    "blocks": {"inverse": "blocks"},
+    "blocks_fp16": {"inverse": "blocks", "dtype": "float16", "l2norm": True},
 }
 LENGTHS = [0, 0, 70, 64, 0, 1, 129, 63, 0]
 
@@ -318,14 +367,15 @@ def test_options_emulated(name):
     check(case, run_emulated(case))
 
 
+@pytest.mark.parametrize("inverse", ["rows", "blocks"])
 @pytest.mark.parametrize("heads", [(1, 8), (2, 6), (3, 3)])
-def test_packed_emulated(heads):
+def test_packed_emulated(heads, inverse):
     """One q/k head for two items, items of several q/k heads, and items with missing V heads."""
-    case = make_case(heads, LENGTHS, spare=5, l2norm=True, key_norm=11.0)
+    case = make_case(heads, LENGTHS, spare=5, l2norm=True, key_norm=11.0, inverse=inverse)
     check(case, run_emulated(case, ctas=4))
 
 
-@pytest.mark.parametrize("ctas", [1, 7, 60])
+@pytest.mark.parametrize("ctas", [2, 7, 60])
 def test_more_sequences_than_threads_emulated(ctas):
     """A thread searches three of them, mostly empty ones."""
     generator = torch.Generator().manual_seed(ctas)
@@ -335,20 +385,21 @@ def test_more_sequences_than_threads_emulated(ctas):
     check(case, run_emulated(case, ctas=ctas, check=None))
 
 
-def test_everything_under_adversarial_schedules():
-    case = make_case((2, 6), [64, 0, 70], spare=3, **EVERYTHING)
+@pytest.mark.parametrize("inverse", ["rows", "blocks"])
+def test_everything_under_adversarial_schedules(inverse):
+    case = make_case((2, 6), [64, 0, 70], spare=3, inverse=inverse, **EVERYTHING)
     kernel = operator_preprocess_kernel(case.config)
-    wanted = run_emulated(case, ctas=2)
+    wanted = run_emulated(case, ctas=3)
     check(case, wanted)
     for schedule in ("random:1", "random:2", *adversarial(Program(kernel).roles)):
-        found = run_emulated(case, ctas=2, schedule=schedule)
+        found = run_emulated(case, ctas=3, schedule=schedule)
         assert same(found, wanted)
 
 
 @pytest.mark.parametrize("sequences", [[0, 0, 0], [0], [1], [64]])
 def test_more_ctas_than_items_emulated(sequences):
     case = make_case((1, 4), sequences, spare=2)
-    check(case, run_emulated(case, ctas=3))
+    check(case, run_emulated(case, ctas=4))
 
 
 def not_a_number(case: Case, sequence: int) -> Case:
@@ -368,6 +419,7 @@ def not_a_number(case: Case, sequence: int) -> Case:
 def without(case: Case, outputs: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
     """The outputs with NaN in some rows."""
     outputs = {name: x.clone() for name, x in outputs.items()}
+    outputs["A"] = in_rows(case, outputs["A"])
     for name, x in outputs.items():
         if name != "order":
             at = (slice(None), rows) if name == "A" else (slice(None), slice(None), rows)
@@ -375,13 +427,15 @@ def without(case: Case, outputs: dict[str, Tensor], rows: slice) -> dict[str, Te
     return outputs
 
 
+@pytest.mark.parametrize("inverse", ["rows", "blocks"])
 @pytest.mark.parametrize("l2norm", [False, True])
-def test_neighbours_do_not_leak_emulated(l2norm):
-    healthy = make_case((2, 6), [84, 33, 114, 64], spare=64, l2norm=l2norm)
+def test_neighbours_do_not_leak_emulated(l2norm, inverse):
+    healthy = make_case((2, 6), [84, 33, 114, 64], spare=64, l2norm=l2norm, inverse=inverse)
     for sequence in (1, 3):
         case = not_a_number(healthy, sequence)
         _, first, end = healthy.sequences[sequence]
-        check(case, without(case, run_emulated(case, check=None), slice(first, end)))
+        found = without(case, run_emulated(case, check=None), slice(first, end))
+        check(replace(case, config=replace(case.config, inverse="rows")), found)
 
 
 @pytest.mark.parametrize("key_norm", [0.0, 11.0, 1e4])
@@ -481,7 +535,11 @@ class EmulatedRuntime:
         return launch
 
 
-@pytest.mark.parametrize("options", [{}, {"gate": "raw"}, EVERYTHING], ids=["plain", "raw", "all"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gate": "raw"}, EVERYTHING, {"cu_seqlens": "int32", "inverse": "blocks"}],
+    ids=["plain", "raw", "all", "blocks"],
+)
 def test_prepare_operator_emulated(monkeypatch, options):
     """The host's side: the configuration that it derives, and every argument in its place."""
     runtime = EmulatedRuntime()
@@ -494,8 +552,9 @@ def test_prepare_operator_emulated(monkeypatch, options):
     check(case, outputs)
     assert runtime.configs == [case.config]
     (launch,) = runtime.launches
-    # as many items as two chunks, or three sequences of 80 tokens, can have
-    assert launch[-1] == min(preprocess_fused.blocks_per_sm(case.config), 4 if packed else 2)
+    # as many items as two chunks, or three sequences of 80 tokens, can have, and who orders them
+    room = preprocess_fused.blocks_per_sm(case.config)
+    assert launch[-1] == (min(room - 1, 4) + 1 if packed else min(room, 2))
 
 
 def test_grid_of_packed_sequences_covers_any_lengths():
@@ -503,7 +562,7 @@ def test_grid_of_packed_sequences_covers_any_lengths():
     many = 10**9  # SMs: the grid is the number of items
     for lengths in ([64] * 9, [1] * 9, [65, 63, 64, 0, 129], [0], [2**20]):
         items = sum(-(-length // CHUNK) for length in lengths)
-        assert preprocess_fused.grid(config, 1, sum(lengths), many, len(lengths)) >= items
+        assert preprocess_fused.grid(config, 1, sum(lengths), many, len(lengths)) > items
     assert preprocess_fused.grid(config, 1, 2**20, 132, 100_000) == 132 * 3
 
 
@@ -516,6 +575,13 @@ def test_outputs_and_their_bytes():
             assert outputs[name] == (tuple(tensor.shape), tensor.dtype)
     packed = host.operator_outputs(1, 70, 3, 6, sequences=5)
     assert packed["order"] == ((5,), torch.int32)
+    for case in (
+        make_case((3, 6), 70, batch=2, inverse="blocks"),
+        make_case((3, 6), [1, 64, 0, 5], spare=60, inverse="blocks"),
+    ):
+        sequences = sequence_count(case) if case.config.packed else None
+        blocks = host.operator_outputs(*case.shape, sequences=sequences, inverse="blocks")
+        assert blocks["A"][0] == tuple(poisoned(case)["A"].shape)
     sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in outputs.values())
     assert sum(sizes) == 2 * 70 * (6 * (64 * 2 + 4 + 4) + 3 * 8)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .operator_forward import call_plan, forward_specialisations, launch_forward
+from .operator_forward import call_plan, forward_specialisations, inverse_layout, launch_forward
 from .operator_results import Results
 from .operator_validation import Operands, OperatorShape, Options
 from .validation import CHUNK, HEAD_DIM
@@ -128,10 +128,6 @@ def workspaces(
     """The temporaries of a call on a device; all are written before they are read."""
     from .preprocess import operator_outputs
 
-    found = operator_outputs(
-        *(shape.B, shape.T, shape.Hq, shape.Hv, dtype, options.use_qk_l2norm),
-        sequences=shape.N if shape.packed else None,
-    )
     plan = call_plan(
         shape.N,
         shape.B * shape.T,
@@ -142,6 +138,11 @@ def workspaces(
         batch_invariant=options.batch_invariant,
         keeps_states=bool(options.states_every),
         allow_neg_eigval=options.allow_neg_eigval,
+    )
+    found = operator_outputs(
+        *(shape.B, shape.T, shape.Hq, shape.Hv, dtype, options.use_qk_l2norm),
+        sequences=shape.N if shape.packed else None,
+        inverse=inverse_layout(plan),
     )
     for name, item in plan.workspaces(shape.B, shape.Hv).items():
         found[name] = (item.shape, getattr(torch, item.dtype))

@@ -60,8 +60,8 @@ def launch_forward(
 
     Args:
         q, k, v: [B, T, Hq or Hv, 128], one dtype, bf16 or fp16.
-        gate, beta: [B, Hv, T] fp32 and A: [B, T, Hv, 64] as prepare_operator wrote them; the gate
-            is summed within the chunks of its sequence.
+        gate, beta: [B, Hv, T] fp32 and A as prepare_operator wrote them, A in the inverse_layout of
+            the call's plan; the gate is summed within the chunks of its sequence.
         query_norm, key_norm: [B, Hq, T] fp32 factors of the rows of q and k, or None.
         cu_seqlens: [N + 1] int32 or int64, or None: N = B sequences of T tokens.
         initial_state: [rows, Hv, 128, 128] fp32, bf16 or fp16, rows apart by stride(0), or None.
@@ -217,6 +217,14 @@ def words(numbers: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
     return numbers.view(torch.int32), 2
 
 
+def inverse_layout(plan: CorePlan) -> str:
+    """How a plan's kernels read A: "rows" or "blocks", an OperatorPreprocessConfig's inverse.
+
+    The summary of a split reads rows, and so does the narrow tile, which does not rewrite A.
+    """
+    return "blocks" if plan.block_dv != NARROW_TILE and plan.cut is None else "rows"
+
+
 def is_fixed(batch_invariant: bool, keeps_states: bool, allow_neg_eigval: bool) -> bool:
     """Whether such calls always run NARROW_TILE and are never split over time."""
     return batch_invariant or keeps_states or allow_neg_eigval
@@ -315,28 +323,35 @@ def dtype_name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
+def usage_plans(usage: Usage) -> list[CorePlan]:
+    """A plan of every kind that such calls may run, whatever their sizes."""
+    from .specialisations import THREE_SEGMENTS
+
+    keeps_states = usage.kept_states is not None
+    if is_fixed(usage.batch_invariant, keeps_states, usage.beta == "twice_sigmoid"):
+        return [CorePlan(NARROW_TILE)]
+    plans = [CorePlan(tile) for tile in TILES]
+    if usage.cu_seqlens is None:
+        plans += [CorePlan(tile, THREE_SEGMENTS, PRODUCTS) for tile in TILES]
+    return plans
+
+
 def forward_specialisations(
     heads_q: int, heads_v: int, dtype: str, usage: Usage
 ) -> tuple[Specialisation, ...]:
     """The kernels that launch_forward may launch for such calls, whatever their sizes."""
-    from .specialisations import THREE_SEGMENTS, Specialisation
+    from .specialisations import Specialisation
 
-    packed = usage.cu_seqlens is not None
     kept = (usage.final_state or "float32") if usage.kept_states else None
-    plans = [CorePlan(NARROW_TILE)]
-    if not is_fixed(usage.batch_invariant, kept is not None, usage.beta == "twice_sigmoid"):
-        plans = [CorePlan(tile) for tile in TILES]
-        if not packed:
-            plans += [CorePlan(tile, THREE_SEGMENTS, PRODUCTS) for tile in TILES]
     found = {}
-    for plan in plans:
+    for plan in usage_plans(usage):
         kernels = forward_kernels(
             plan,
             heads_q,
             heads_v,
             getattr(torch, dtype),
             usage.l2norm,
-            packed,
+            usage.cu_seqlens is not None,
             *(
                 None if name is None else getattr(torch, name)
                 for name in (usage.initial_state, usage.final_state, kept)

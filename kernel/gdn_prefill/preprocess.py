@@ -110,9 +110,10 @@ def prepare_operator(
 
     k, q [B, T, Hq, 128] bf16 or fp16, contiguous or as ``strides_allowed`` says; g, beta [B, T, Hv]
     fp32, bf16 or fp16; A_log, dt_bias [Hv] fp32, with gate_mode "raw"; cu_seqlens [N + 1] int32 or
-    int64 on the device, then B is 1. A [B, T, Hv, 64] of k's dtype; gate, beta_out [B, Hv, T] and
-    the norms [B, Hq, T] fp32; order [N] int32, the sequences in the order in which the forward
-    kernel begins them, longer ones first. All but k and q contiguous.
+    int64 on the device, then B is 1. A of k's dtype, [B, T, Hv, 64] or, as the forward kernel reads
+    it, the records [R, Hv, 10, 256] of kernels/inverse_blocks.py; gate, beta_out [B, Hv, T] and the
+    norms [B, Hq, T] fp32; order [N] int32, the sequences in the order in which the forward kernel
+    begins them, longer ones first. All but k and q contiguous.
 
     gate_mode: g is "log", the logarithm of the decay, "linear", the decay, or "raw": the logarithm
     is -exp(A_log) softplus(g + dt_bias). beta_mode: "plain", "sigmoid", "twice_sigmoid".
@@ -133,6 +134,7 @@ def prepare_operator(
         dt_bias=dt_bias,
         beta_mode=beta_mode,
         cu_seqlens=cu_seqlens,
+        inverse="rows" if A.shape[-1] == CHUNK else "blocks",
     )
     launch = RUNTIME.kernel(operator_preprocess_kernel, config, PASS_CONFIGS)
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -157,8 +159,12 @@ def operator_config(
     dt_bias: Tensor | None = None,
     beta_mode: str = "plain",
     cu_seqlens: Tensor | None = None,
+    inverse: str = "rows",
 ) -> OperatorPreprocessConfig:
-    """The specialisation that serves such a call of ``prepare_operator``."""
+    """The specialisation that serves such a call of ``prepare_operator``.
+
+    inverse: "rows" or "blocks", how A is laid out.
+    """
     return _config(
         heads_q=k.shape[2],
         heads_v=g.shape[2],
@@ -171,6 +177,7 @@ def operator_config(
         l2norm=q is not None,
         cu_seqlens=None if cu_seqlens is None else _name(cu_seqlens.dtype),
         strided=not (k.is_contiguous() and (q is None or q.is_contiguous())),
+        inverse=inverse,
     )
 
 
@@ -195,6 +202,7 @@ def operator_configs(
     l2norm: Sequence[bool] = (False,),
     cu_seqlens: Sequence[str | None] = (None,),
     strided: Sequence[bool] = (False,),
+    inverses: Sequence[str] = ("rows",),
 ) -> tuple[OperatorPreprocessConfig, ...]:
     """The specialisations of some heads for every combination of these options, none twice.
 
@@ -203,7 +211,8 @@ def operator_configs(
     from .kernels.preprocess import OperatorPreprocessConfig
 
     combinations = itertools.product(
-        dtypes, gates, gate_dtypes, dt_bias, betas, beta_dtypes, l2norm, cu_seqlens, strided
+        *(dtypes, gates, gate_dtypes, dt_bias, betas, beta_dtypes),
+        *(l2norm, cu_seqlens, strided, inverses),
     )
     return tuple(
         dict.fromkeys(
@@ -219,10 +228,20 @@ def operator_configs(
                 l2norm=norms,
                 cu_seqlens=boundaries,
                 strided=views,
+                inverse=inverse,
             )
-            for dtype, gate, gate_dtype, bias, beta, beta_dtype, norms, boundaries, views in (
-                combinations
-            )
+            for (
+                dtype,
+                gate,
+                gate_dtype,
+                bias,
+                beta,
+                beta_dtype,
+                norms,
+                boundaries,
+                views,
+                inverse,
+            ) in combinations
         )
     )
 
@@ -235,13 +254,17 @@ def operator_outputs(
     dtype: torch.dtype = torch.bfloat16,
     l2norm: bool = False,
     sequences: int | None = None,
+    inverse: str = "rows",
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of everything that ``prepare_operator`` writes, by its parameter's name.
 
-    sequences: of a packed batch.
+    sequences: of a packed batch. inverse: "rows" or "blocks", how A is laid out.
     """
+    from .kernels.inverse_blocks import ELEMENTS, STORED, record_count
+
+    rows, blocks = (B, T, Hv, CHUNK), (record_count(B, T, sequences), Hv, STORED, ELEMENTS)
     outputs = {
-        "A": ((B, T, Hv, CHUNK), dtype),
+        "A": (rows if inverse == "rows" else blocks, dtype),
         "gate": ((B, Hv, T), torch.float32),
         "beta_out": ((B, Hv, T), torch.float32),
     }

@@ -83,8 +83,10 @@ def operator_variants(
     for heads_q, heads_v in map(_heads, head_configs):
         for dtype in names:
             for usage in options:
-                first = _preprocessing(heads_q, heads_v, dtype, usage)
-                for item in (first, *forward_specialisations(heads_q, heads_v, dtype, usage)):
+                for item in (
+                    *_preprocessing(heads_q, heads_v, dtype, usage),
+                    *forward_specialisations(heads_q, heads_v, dtype, usage),
+                ):
                     found.setdefault(item.name, item)
     return list(found.values())
 
@@ -118,26 +120,30 @@ def compile_variant(item: Specialisation) -> None:
         compile_for_hopper(item.build(), item.pass_configs)
 
 
-def _preprocessing(heads_q: int, heads_v: int, dtype: str, usage: Usage) -> Specialisation:
-    from .kernels.preprocess import OperatorPreprocessConfig
+def _preprocessing(heads_q: int, heads_v: int, dtype: str, usage: Usage) -> list[Specialisation]:
+    """One for every layout of A that the forward kernels of such calls read."""
     from .kernels.preprocess_fused import PASS_CONFIGS, operator_preprocess_kernel
+    from .operator_forward import inverse_layout, usage_plans
+    from .preprocess import operator_configs
 
-    config = OperatorPreprocessConfig(
+    configs = operator_configs(
         heads_q,
         heads_v,
-        dtype=dtype,
-        gate=usage.gate,
-        gate_dtype=usage.gate_dtype,
-        dt_bias=usage.dt_bias,
-        beta=usage.beta,
-        beta_dtype=usage.beta_dtype,
-        l2norm=usage.l2norm,
-        cu_seqlens=usage.cu_seqlens,
-        strided=usage.strided,
+        dtypes=[dtype],
+        gates=[usage.gate],
+        gate_dtypes=[usage.gate_dtype],
+        dt_bias=[usage.dt_bias],
+        betas=[usage.beta],
+        beta_dtypes=[usage.beta_dtype],
+        l2norm=[usage.l2norm],
+        cu_seqlens=[usage.cu_seqlens],
+        strided=[usage.strided],
+        inverses=[inverse_layout(plan) for plan in usage_plans(usage)],
     )
-    return Specialisation(
-        config.name, partial(operator_preprocess_kernel, config), dict(PASS_CONFIGS)
-    )
+    return [
+        Specialisation(config.name, partial(operator_preprocess_kernel, config), dict(PASS_CONFIGS))
+        for config in configs
+    ]
 
 
 def _items(name: str, values: object, allowed: str) -> list:

@@ -51,6 +51,7 @@ ALLOWED = {
     "beta_dtype": FLOATS,
     "cu_seqlens": (None, "int32", "int64"),
     "layout": ("time", "token"),
+    "inverse": ("rows", "blocks"),
 }
 
 # All threads of a CTA do the same here, so TileLang's automatic synchronisation is wanted.
@@ -98,6 +99,7 @@ class OperatorPreprocessConfig(PreprocessConfig):
                 the batch is a sequence
     strided     q and k may be views with a token stride of their own
     layout      "time": gate, beta and norms are written [B, H, T]; "token": [B, T, H]
+    inverse     "rows": A is written [B, T, Hv, 64]; "blocks": as inverse_blocks.py says
     dtype, gate_dtype, beta_dtype   of q, k and A, of g, of beta
     """
 
@@ -111,6 +113,7 @@ class OperatorPreprocessConfig(PreprocessConfig):
     cu_seqlens: str | None = None
     strided: bool = False
     layout: str = "time"
+    inverse: str = "rows"
 
     def __post_init__(self) -> None:
         super().__post_init__()

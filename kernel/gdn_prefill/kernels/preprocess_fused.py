@@ -40,6 +40,7 @@ import tilelang.cuda.language as TC
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout, make_linear_layout
 
+from .inverse_blocks import BLOCK, BLOCKS, ELEMENTS, STORED, block_number
 from .parameters import vectors
 from .preprocess import (
     CHUNK,
@@ -55,8 +56,6 @@ from .preprocess_packed import WARP, find, order_sequences, share_sequences
 
 SLOTS = THREADS // WARP  # V heads of an item, one a warp
 
-BLOCK = 16
-BLOCKS = CHUNK // BLOCK
 HALF = 8  # rows of a block between two multiplications by the decay
 LANES = WARP // BLOCKS  # lanes of a diagonal block
 COLUMNS = BLOCK // LANES  # columns of a block that a lane solves for
@@ -127,6 +126,11 @@ def grid(
     return min((tokens // CHUNK + sequences) * head_groups(config.heads_v), room - 1) + 1
 
 
+def walkers(config, ctas):
+    """CTAs that have items: of a packed batch the last one orders the sequences instead."""
+    return ctas - 1 if config.packed else ctas
+
+
 def below(i: int, j: int) -> int:
     """First register of block (i, j) below the diagonal."""
     return (i * (i - 1) // 2 + j) * FRAGMENT
@@ -134,18 +138,20 @@ def below(i: int, j: int) -> int:
 
 @T.macro
 def locate(config, item, groups, chunks, found, slot, place):
-    """place = (row of the batch, first token, group of V heads) of an item.
+    """place = (row of the batch, first token, group of V heads, record of A) of an item.
 
-    Of packed items the end of the sequence instead of the row: found holds (first token, end) in
-    two slots. A dense batch has none, its sequences all end with the tokens.
+    Of packed items the end of the sequence instead of the row: found holds (first token, end,
+    record) in two slots. A dense batch has none, its sequences all end with the tokens.
     """
     chunk = T.truncdiv(item, groups)
     if config.packed:
         place[1] = found[slot, 0]
         place[0] = found[slot, 1]
+        place[3] = found[slot, 2]
     else:
         place[0] = T.truncdiv(chunk, chunks)
         place[1] = (chunk - place[0] * chunks) * CHUNK
+        place[3] = chunk
     place[2] = item - chunk * groups
 
 
@@ -155,6 +161,7 @@ def at(config, place, tokens) -> SimpleNamespace:
         row=0 if config.packed else place[0],
         first=place[1],
         group=place[2],
+        record=place[3],
         end=place[0] if config.packed else tokens,
     )
 
@@ -496,10 +503,9 @@ def multiply(left, left_offset, right, right_offset, sums, sums_offset):
 
 @T.macro
 def merge_blocks(config, tiles, warp, lane, tile, span_decay, regs):
-    """T_ij for all i > j, diagonal after diagonal, from T_jj, U_ii and G."""
+    """T_ij for all i > j, diagonal after diagonal, from T_jj, U_ii and G, left in registers."""
     top = warp * CHUNK
     by_row = lane // 8 % 2 * 8 + lane % 8
-    by_row_column = lane // 16 * 8
     by_column = lane // 16 * 8 + lane % 8
     by_column_row = lane // 8 % 2 * 8
     for i in (1, 2, 3):
@@ -580,11 +586,47 @@ def merge_blocks(config, tiles, warp, lane, tile, span_decay, regs):
                     regs.x,
                     below(i, j),
                 )
+
+
+@T.macro
+def stage_merged(config, tiles, warp, lane, regs):
+    """T_ij for all i > j into A's tile, beside the diagonal that is there."""
     T.sync_warp()
     for i, j in LOWER:
         for e in T.unroll(FRAGMENT):
             regs.row[e] = T.cast(regs.t[below(i, j) + e], config.dtype)
-        store_block(tiles.a, top + i * BLOCK + by_row, j * BLOCK + by_row_column, regs.row_words)
+        store_block(
+            tiles.a,
+            warp * CHUNK + i * BLOCK + lane // 8 % 2 * 8 + lane % 8,
+            j * BLOCK + lane // 16 * 8,
+            regs.row_words,
+        )
+    T.fence_proxy_async()
+    T.sync_warp()
+
+
+@T.macro
+def store_record(config, A, tiles, place, warp, lane, regs):
+    """All ten blocks of this warp's head, from registers."""
+    head = place.group * SLOTS + warp
+    if exists(config, head):
+        for i in tuple(range(BLOCKS)):
+            for j in tuple(range(i + 1)):
+                if i == j:
+                    load_block(
+                        tiles.a,
+                        warp * CHUNK + i * BLOCK + lane // 8 % 2 * 8 + lane % 8,
+                        i * BLOCK + lane // 16 * 8,
+                        False,
+                        regs.row,
+                        0,
+                    )
+                else:
+                    for e in T.unroll(FRAGMENT):
+                        regs.row[e] = T.cast(regs.t[below(i, j) + e], config.dtype)
+                for e in T.vectorized(FRAGMENT):
+                    A[place.record, head, block_number(i, j), lane * FRAGMENT + e] = regs.row[e]
+    T.sync_warp()
 
 
 @T.macro
@@ -640,9 +682,9 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
         column_factor=T.alloc_shared((SLOTS * CHUNK,), fp32),
         sums=None if outputs.sums is None else T.alloc_shared((2, SLOTS * CHUNK), fp32),
         squares=T.alloc_shared((key_count, CHUNK), fp32) if config.l2norm else None,
-        # packed: chunks of each warp's sequences; first token and end of the items at hand
+        # packed: chunks of each warp's sequences; first token, end and record of the items at hand
         totals=T.alloc_shared((SLOTS,), "int32") if config.packed else None,
-        found=T.alloc_shared((2, 2), "int32") if config.packed else None,
+        found=T.alloc_shared((2, 3), "int32") if config.packed else None,
     )
     T.annotate_layout(
         {
@@ -708,34 +750,35 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
     scan = T.alloc_local((5,), fp32)
     span_decay = T.alloc_local((BLOCKS,), fp32)
     zeros = T.alloc_local((4,), "int32")
-    here_local = T.alloc_local((3,), "int32")
-    ahead_local = T.alloc_local((3,), "int32")
+    here_local = T.alloc_local((4,), "int32")
+    ahead_local = T.alloc_local((4,), "int32")
     here, ahead = at(config, here_local, tokens), at(config, ahead_local, tokens)
     thread = T.get_thread_binding()
     warp = thread // WARP
     lane = thread % WARP
     chunks = T.ceildiv(tokens, CHUNK)
-    walkers = ctas - 1 if config.packed else ctas
     steps, tile = T.alloc_var("int32"), T.alloc_var("int32")
     if config.packed:
         share_sequences(inputs.cu_seqlens, sequences, thread, search, tiles.totals)
         steps = T.truncdiv(
             (tiles.totals[0] + tiles.totals[1] + tiles.totals[2] + tiles.totals[3]) * groups
             - block
-            + walkers
+            + walkers(config, ctas)
             - 1,
-            walkers,
+            walkers(config, ctas),
         )
         find(inputs.cu_seqlens, T.truncdiv(block, groups), search, tiles.found, 0)
         T.sync_threads()
-        if block == walkers:
+        if block == walkers(config, ctas):
             steps = 0
             order_sequences(
                 *(inputs.cu_seqlens, sequences, tokens, thread, ordering),
                 *(tiles.totals, outputs.order),
             )
     else:
-        steps = T.truncdiv(batch * chunks * groups - block + walkers - 1, walkers)
+        steps = T.truncdiv(
+            batch * chunks * groups - block + walkers(config, ctas) - 1, walkers(config, ctas)
+        )
 
     # a dense batch is never launched with more CTAs than items
     if not config.packed or steps > 0:
@@ -743,19 +786,20 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
         for stage in tuple(range(stages)):
             fetch_keys(config, inputs.k, tiles, k_loaded, here, stage, stage)
         fetch_gates(config, inputs, here, warp, lane, raw)
-    # the blocks above the diagonal stay zero
-    for i in T.unroll(4):
-        zeros[i] = 0
-    for i, j in LOWER:
-        store_block(
-            tiles.a,
-            warp * CHUNK + j * BLOCK + lane // 8 % 2 * 8 + lane % 8,
-            i * BLOCK + lane // 16 * 8,
-            zeros,
-        )
+    if config.inverse == "rows":
+        # the blocks above the diagonal stay zero
+        for i in T.unroll(4):
+            zeros[i] = 0
+        for i, j in LOWER:
+            store_block(
+                tiles.a,
+                warp * CHUNK + j * BLOCK + lane // 8 % 2 * 8 + lane % 8,
+                i * BLOCK + lane // 16 * 8,
+                zeros,
+            )
 
     for step in T.serial(steps):
-        following = block + (step + 1) * walkers
+        following = block + (step + 1) * walkers(config, ctas)
         slot = (step + 1) % 2
         if config.packed:
             find(inputs.cu_seqlens, T.truncdiv(following, groups), search, tiles.found, slot)
@@ -822,25 +866,29 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
         if key_count > 1:
             tile = T.truncdiv(head, group) - T.truncdiv(here.group * SLOTS, group)
             tile = T.min(tile, key_count - 1)
-        T.tma_store_wait(0)
-        T.sync_warp()
+        if config.inverse == "rows":
+            T.tma_store_wait(0)
+            T.sync_warp()
         solve_diagonal(config, tiles, warp, lane, tile if key_count > 1 else 0, regs)
         T.sync_warp()
         merge_blocks(config, tiles, warp, lane, tile if key_count > 1 else 0, span_decay, regs)
-        T.fence_proxy_async()
-        T.sync_warp()
-        if not config.packed or here.first + CHUNK <= here.end:
-            T.tma_copy(
-                tiles.a[warp * CHUNK : warp * CHUNK + CHUNK, :],
-                outputs.A[here.row, here.first : here.first + CHUNK, head, 0:CHUNK],
-                leader_scope_threads=WARP,
-            )
+        if config.inverse == "blocks":
+            store_record(config, outputs.A, tiles, here, warp, lane, regs)
         else:
-            store_tail(config, outputs.A, tiles, here, warp, lane)
+            stage_merged(config, tiles, warp, lane, regs)
+            if not config.packed or here.first + CHUNK <= here.end:
+                T.tma_copy(
+                    tiles.a[warp * CHUNK : warp * CHUNK + CHUNK, :],
+                    outputs.A[here.row, here.first : here.first + CHUNK, head, 0:CHUNK],
+                    leader_scope_threads=WARP,
+                )
+            else:
+                store_tail(config, outputs.A, tiles, here, warp, lane)
         if not config.packed or step + 1 < steps:
-            for i in T.unroll(3):
+            for i in T.unroll(4):
                 here_local[i] = ahead_local[i]
-    T.tma_store_wait(0)
+    if config.inverse == "rows":
+        T.tma_store_wait(0)
 
 
 def fused_preprocess_kernel(config: PreprocessConfig):
@@ -876,10 +924,10 @@ def operator_preprocess_kernel(config: OperatorPreprocessConfig):
     """PrimFunc(q, k, g, beta, A_log, dt_bias, cu_seqlens, A, gate, beta_out, query_norm, key_norm,
     order, ctas): stage one of the operator in one launch of ``grid`` CTAs.
 
-    q, k [B, T, Hq, 128] and A [B, T, Hv, 64], written, in config.dtype; g and beta [B, T, Hv] in
-    their dtypes; A_log, dt_bias [Hv] fp32; cu_seqlens [N + 1]; gate (the natural logarithm of the
-    decay, summed within every chunk of a sequence) and beta_out [B, Hv, T] fp32, query_norm and
-    key_norm [B, Hq, T] fp32, written. With config.strided q and k have a token stride each, a batch
+    q, k [B, T, Hq, 128] and A [B, T, Hv, 64] or records of it, written, in config.dtype; g and beta
+    [B, T, Hv] in their dtypes; A_log, dt_bias [Hv] fp32; cu_seqlens [N + 1]; gate (the natural
+    logarithm of the decay, summed within every chunk of a sequence) and beta_out [B, Hv, T] fp32,
+    query_norm and key_norm [B, Hq, T] fp32, written. With config.strided q and k have a token stride each, a batch
     stride of T of those, and heads 128 apart. What an option that is off would need is a
     one-element fp32 dummy. Rows past the last sequence are left alone. order [N] int32, written
     with cu_seqlens: the sequences in the order in which the forward kernel begins them.
@@ -898,6 +946,11 @@ def operator_preprocess_kernel(config: OperatorPreprocessConfig):
             return vectors(name, batch, tokens, heads_q, dtype)
         return T.Tensor((batch, tokens, heads_q, HEAD_DIM), dtype)
 
+    if config.inverse == "blocks":
+        inverse = T.Tensor((T.dynamic("records"), heads_v, STORED, ELEMENTS), dtype)
+    else:
+        inverse = T.Tensor((batch, tokens, heads_v, CHUNK), dtype)
+
     def scalars(heads):
         return T.Tensor((batch, heads, tokens) if time else (batch, tokens, heads), fp32)
 
@@ -910,7 +963,7 @@ def operator_preprocess_kernel(config: OperatorPreprocessConfig):
         A_log: if_present(config.gate == "raw", (heads_v,)),
         dt_bias: if_present(config.dt_bias, (heads_v,)),
         cu_seqlens: if_present(config.packed, (boundaries,), config.cu_seqlens),
-        A: T.Tensor((batch, tokens, heads_v, CHUNK), dtype),
+        A: inverse,
         gate: scalars(heads_v),
         beta_out: scalars(heads_v),
         query_norm: scalars(heads_q) if config.l2norm else T.Tensor((1,), fp32),

@@ -21,13 +21,13 @@ WARP = 32
 WARPS = THREADS // WARP
 
 # Sequences are begun class by class: those of at least so many eighths of the mean length, which
-# is all tokens over all sequences, first; a class has half of what the one before has, the last none.
+# is all tokens over all sequences, first. Each has half of the one before, the last none.
 CLASSES = (64, 32, 16, 8, 4, 0)
 LONGEST = 2**31 - 1
 
 
 def rolled(extent):
-    """A loop with one copy of its body: code that has not been fetched yet is slower than a trip."""
+    """A loop with one copy of its body: code that has not been fetched is slower than a trip."""
     return TC.unroll(extent, unroll_factor=1)
 
 
@@ -82,7 +82,7 @@ def share_sequences(cu_seqlens, sequences, thread, search, totals_shared):
 
 @T.macro
 def find(cu_seqlens, chunk, search, found_shared, slot):
-    """found_shared[slot] = (first token of the chunk, end of its sequence), by the chunk's owner.
+    """found_shared[slot] = (first token of the chunk, end of its sequence, record), by its owner.
 
     The chunk is the last one's successor or later.
     """
@@ -94,14 +94,17 @@ def find(cu_seqlens, chunk, search, found_shared, slot):
             search.end[0] = T.cast(cu_seqlens[search.sequence[0] + 1], "int32")
         found_shared[slot, 0] = search.begin[0] + (chunk - search.chunk[0]) * CHUNK
         found_shared[slot, 1] = search.end[0]
+        found_shared[slot, 2] = (
+            T.truncdiv(search.begin[0], CHUNK) + search.sequence[0] + chunk - search.chunk[0]
+        )
 
 
 @T.macro
 def order_sequences(cu_seqlens, sequences, tokens, thread, at, totals_shared, order):
     """order = the sequences, longer ones first by CLASSES, in their own order within a class.
 
-    at: scalars of the thread; least, below: lengths of the class at hand. A long sequence that is begun last keeps the whole launch waiting. By
-    one CTA, a class at a time.
+    at: scalars of the thread; least, below: lengths of the class at hand. A long sequence that is
+    begun last keeps the whole launch waiting. By one CTA, a class at a time.
     """
     share = T.ceildiv(sequences, THREADS)
     at.begun[0] = 0

@@ -51,6 +51,7 @@ class ResidentConfig(TileConfig):
     dtype: ClassVar[str] = "bfloat16"
     l2norm: ClassVar[bool] = False
     packed: ClassVar[bool] = False
+    inverse_blocks: ClassVar[bool] = False
     keeps_states: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from tilelang.layout import Fragment
 from tilelang.tileop.base import GemmWarpPolicy
 
 from ..lowering import OWN_PROXY_FENCES
+from .inverse_blocks import ELEMENTS, STORED
 
 CHUNK = 64
 HEAD_DIM = 128
@@ -55,6 +56,7 @@ PASS_CONFIGS = {
 }
 
 SCORE_SLOTS = 2  # of the narrow tile
+INVERSE_SLOTS = 2  # of the wide tile, for A given in blocks
 ROLES = {64: ("state", "output", "scores", "service"), 128: ("state", "prepare", "service")}
 REGISTERS = {64: (224, 144, 80, 64), 128: (192, 88, 40)}
 # log2 of the smallest decay of one chunk that a tile's factors may hold. In fp16 scores of a chunk
@@ -355,11 +357,21 @@ def producer_warp(config, place, inputs, roles, tiles, barriers):
             tiles.q[here.stage, :, :],
             barrier=barriers.inputs_landed[here.stage],
         )
-        T.tma_copy(
-            inputs.a[place.batch, tokens, place.head, 0:CHUNK],
-            tiles.a[here.stage, :, :],
-            barrier=barriers.inputs_landed[here.stage],
-        )
+        if config.inverse_blocks:
+            T.barrier_wait(
+                barriers.inverse_read[chunk % INVERSE_SLOTS], (chunk // INVERSE_SLOTS + 1) % 2
+            )
+            T.tma_copy(
+                inputs.a[place.record + chunk, place.head, 0:STORED, 0:ELEMENTS],
+                tiles.inverse[chunk % INVERSE_SLOTS, :, :],
+                barrier=barriers.inputs_landed[here.stage],
+            )
+        else:
+            T.tma_copy(
+                inputs.a[place.batch, tokens, place.head, 0:CHUNK],
+                tiles.a[here.stage, :, :],
+                barrier=barriers.inputs_landed[here.stage],
+            )
         roles.stage_values(config, place, tokens, here, inputs, tiles, barriers)
         T.barrier_arrive(barriers.inputs_landed[here.stage])
 

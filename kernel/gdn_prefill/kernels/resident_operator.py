@@ -8,9 +8,10 @@ int32, 2 for int64, of which the low word is the number; 0 where there is none a
 
 Packed sequences: B = 1, and a CTA's tokens begin at cu_seqlens[n]. The last chunk of a sequence
 brings rows of the next along. They are zeroed in shared memory before anyone reads them, as 0 times
-NaN is not 0: those of K, V and A; rows of Q reach nothing but rows of the output that are not
-stored. Such a chunk's output is stored row by row, all others by TMA. A sequence without tokens has
-no chain; its state is copied, or left alone where it is updated in place.
+NaN is not 0: those of K, V and, where it is given in rows, A; rows of Q reach nothing but rows of
+the output that are not stored. Such a chunk's output is stored row by row, all others by TMA. A
+sequence without tokens has no chain; its state is copied, or left alone where it is updated in
+place.
 
 fp16 operands hold neither X nor P of a lazy decay: every chunk is flushed, so that X is at most
 V_new, and a chunk is slow from little decay on (SLOW_LIMITS), so that P is not much more than
@@ -23,6 +24,7 @@ from types import SimpleNamespace
 import tilelang.cuda.language as TC
 import tilelang.language as T
 
+from .inverse_blocks import ELEMENTS, STORED
 from .parameters import pool, vectors
 from .resident import TILES, resident_cta
 from .resident_common import (
@@ -99,6 +101,11 @@ class OperatorConfig(TileConfig):
     @property
     def keeps_states(self) -> bool:
         return self.kept_states is not None
+
+    @property
+    def inverse_blocks(self) -> bool:
+        """Is A given as inverse_blocks.py says: where the prepare group rewrites it anyway."""
+        return self.block_dv != TILE and not self.segmented
 
     def flush_limit(self, batch_invariant: bool) -> float:
         """log2 of the smallest decay kept outside the state registers: the argument of a launch.
@@ -318,6 +325,7 @@ def clear_piece(tile, row, piece):
 def clear_neighbours(config, place, here, token, tiles):
     """Zero the rows that a sequence's last chunk has of the next, a row a warp at a time."""
     valid = place.tokens - here.chunk * CHUNK
+    inverse_pieces = 0 if config.inverse_blocks else INVERSE_PIECES
     if valid < CHUNK:
         lane = token % WARP
         for lap in T.serial(CHUNK // GATE_WARPS):
@@ -325,7 +333,7 @@ def clear_neighbours(config, place, here, token, tiles):
             if row >= valid:
                 if lane < KEY_PIECES:
                     clear_piece(tiles.k, (here.stage, row), lane)
-                elif lane < KEY_PIECES + INVERSE_PIECES:
+                elif lane < KEY_PIECES + inverse_pieces:
                     clear_piece(tiles.a, (here.stage, row), lane - KEY_PIECES)
                 if lane >= WARP - config.block_dv // VECTOR:
                     TILES[config.block_dv].clear_values(
@@ -399,8 +407,8 @@ def operator_kernel(config: OperatorConfig):
     Arguments of the PrimFunc; what the configuration does not have is a one-element dummy, fp32 or
     of the dtype given here, and B, T and all numbers of rows are dynamic:
 
-        q, k [B, T, Hq, 128], v [B, T, Hv, 128], tokens apart by any stride, A [B, T, Hv, 64], all
-            of config.dtype
+        q, k [B, T, Hq, 128], v [B, T, Hv, 128], tokens apart by any stride, A [B, T, Hv, 64] or
+            with config.inverse_blocks records of it, all of config.dtype
         gate, beta [B, Hv, T], query_norm, key_norm [B, Hq, T] fp32
         cu_seqlens [cu_step (N + 1)] int32
         order [N] int32, read if order_step is 1: the sequences in the order in which they are begun
@@ -439,6 +447,11 @@ def operator_kernel(config: OperatorConfig):
     def present(is_there, shape, dtype=fp32):
         return T.Tensor(shape if is_there else (1,), dtype)
 
+    if config.inverse_blocks:
+        inverse = T.Tensor((T.dynamic("records"), heads_v, STORED, ELEMENTS), config.dtype)
+    else:
+        inverse = T.Tensor((d.batch, d.tokens, heads_v, CHUNK), config.dtype)
+
     @T.prim_func
     def gdn_operator_forward(
         q: vectors("query", d.batch, d.tokens, heads_q, config.dtype),
@@ -446,7 +459,7 @@ def operator_kernel(config: OperatorConfig):
         v: vectors("value", d.batch, d.tokens, heads_v, config.dtype),
         gate: T.Tensor((d.batch, heads_v, d.tokens), fp32),
         beta: T.Tensor((d.batch, heads_v, d.tokens), fp32),
-        A: T.Tensor((d.batch, d.tokens, heads_v, CHUNK), config.dtype),
+        A: inverse,
         query_norm: present(config.l2norm, (d.batch, heads_q, d.tokens)),
         key_norm: present(config.l2norm, (d.batch, heads_q, d.tokens)),
         cu_seqlens: present(config.packed, (d.bounds,), "int32"),
@@ -514,6 +527,9 @@ def operator_kernel(config: OperatorConfig):
                 beside=beside,
                 first=begin,
                 tokens=length,
+                record=T.truncdiv(begin, CHUNK) + sequence
+                if config.packed
+                else sequence * T.ceildiv(d.tokens, CHUNK),
                 chunks=T.ceildiv(length, CHUNK),
                 flush_limit=flush_limit,
                 row=T.alloc_local((1,), "int32"),
@@ -529,7 +545,7 @@ def operator_kernel(config: OperatorConfig):
                 q=SegmentTokens(q, begin),
                 k=SegmentTokens(k, begin),
                 v=SegmentTokens(v, begin),
-                a=SegmentTokens(A, begin),
+                a=A if config.inverse_blocks else SegmentTokens(A, begin),
                 output=SegmentTokens(output, begin),
                 gate=gate,
                 beta=beta,

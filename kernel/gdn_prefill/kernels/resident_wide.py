@@ -32,14 +32,25 @@ from types import SimpleNamespace
 
 import tilelang.cuda.language as TC
 import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
+from tilelang.layout import make_full_bank_swizzled_layout, make_linear_layout
 
+from .inverse_blocks import (
+    BLOCK,
+    BLOCKS,
+    ELEMENTS,
+    LANE_ELEMENTS,
+    STORED,
+    block_number,
+    lane_column,
+    lane_row,
+)
 from .resident_common import (
     ACCUMULATOR_REGISTERS,
     CHUNK,
     FULL_ROW,
     GATE_WARPS,
     HEAD_DIM,
+    INVERSE_SLOTS,
     TILE,
     WARP,
     WARPS_PER_GROUP,
@@ -67,26 +78,89 @@ OUTPUT_LAG = 2  # chunks that chunk_ready runs ahead of the output tile that it 
 
 # --- prepare group
 @T.macro
-def prepare_role(config, place, scale, tiles, barriers, registers):
+def prepare_role(config, place, thread, scale, tiles, barriers, registers):
     """A' and P of every chunk, ahead of the chain."""
+    warp, lane = thread // WARP, thread % WARP
+    if config.inverse_blocks:
+        clear_rows(config, warp, lane, tiles)
     for chunk in rolled(place.chunks):
         here = step(config, chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
         multiply_queries_keys(here, tiles, registers)
-        # Each thread writes what it has read.
-        T.copy(tiles.a[here.stage, :, :], registers.inverse)
-        for i, j in T.Parallel(CHUNK, CHUNK):
-            # A' = n_k exp(r - G) A beta
-            registers.inverse[i, j] = (
-                T.cast(registers.inverse[i, j], "float32")
-                * tiles.row_factor[here.stage, i]
-                * tiles.beta[here.stage, j]
-            )
-        T.copy(registers.inverse, tiles.a[here.stage, :, :])
+        if config.inverse_blocks:
+            gate_blocks(config, here, warp, lane, tiles, registers)
+            arrive_warp(barriers.inverse_read, chunk % INVERSE_SLOTS)
+        else:
+            gate_rows(here, tiles, registers)
         gate_scores(config, here, scale, tiles, registers)
         T.copy(registers.scores_operand, tiles.scores[here.stage, :, :])
         T.fence_proxy_async()
         arrive_warp(barriers.chunk_ready, here.stage)
+
+
+@T.macro
+def gate_rows(here, tiles, registers):
+    """A' in the place of A: each thread writes what it has read."""
+    T.copy(tiles.a[here.stage, :, :], registers.inverse)
+    for i, j in T.Parallel(CHUNK, CHUNK):
+        # A' = n_k exp(r - G) A beta
+        registers.inverse[i, j] = (
+            T.cast(registers.inverse[i, j], "float32")
+            * tiles.row_factor[here.stage, i]
+            * tiles.beta[here.stage, j]
+        )
+    T.copy(registers.inverse, tiles.a[here.stage, :, :])
+
+
+@T.macro
+def clear_rows(config, warp, lane, tiles):
+    """Zero this warp's rows of A' in all stages, as the blocks above its diagonal stay."""
+    pieces = CHUNK // LANE_ELEMENTS
+    for lap in rolled(config.stages * BLOCK * pieces // WARP):
+        piece = lap * WARP + lane
+        for e in T.vectorized(LANE_ELEMENTS):
+            tiles.a[
+                piece // (BLOCK * pieces),
+                warp * BLOCK + piece // pieces % BLOCK,
+                piece % pieces * LANE_ELEMENTS + e,
+            ] = 0
+    T.sync_warp()
+
+
+@T.macro
+def gate_blocks(config, here, warp, lane, tiles, registers):
+    """A' from the blocks of A, a row of them a warp."""
+    for j in tuple(range(BLOCKS)):
+        if j <= warp:
+            for e in T.vectorized(LANE_ELEMENTS):
+                registers.block[e] = tiles.inverse[
+                    here.chunk % INVERSE_SLOTS, block_number(warp, j), lane * LANE_ELEMENTS + e
+                ]
+            for e in T.unroll(LANE_ELEMENTS):
+                # A' = n_k exp(r - G) A beta
+                registers.block[e] = T.cast(
+                    T.cast(registers.block[e], "float32")
+                    * tiles.row_factor[here.stage, warp * BLOCK + lane_row(lane, e)]
+                    * tiles.beta[here.stage, j * BLOCK + lane_column(lane, e)],
+                    config.dtype,
+                )
+            T.call_extern(
+                "handle",
+                "tl::ptx_stmatrix_m8n8_x4",
+                T.access_ptr(
+                    tiles.a[
+                        here.stage,
+                        warp * BLOCK + lane // 8 % 2 * 8 + lane % 8,
+                        j * BLOCK + lane // 16 * 8,
+                    ],
+                    "w",
+                    extent=8,
+                ),
+                registers.block_words[0],
+                registers.block_words[1],
+                registers.block_words[2],
+                registers.block_words[3],
+            )
 
 
 @T.macro
@@ -340,7 +414,9 @@ def run_roles(config, place, scale, inputs, hooks, memory):
         state_role(config, place, inputs, hooks, tiles, barriers, memory.chain)
     elif thread < config.service_thread:
         set_registers(config, "prepare")
-        prepare_role(config, place, scale, tiles, barriers, memory.ahead)
+        prepare_role(
+            config, place, thread - config.state_threads, scale, tiles, barriers, memory.ahead
+        )
     else:
         set_registers(config, "service")
         lane = thread - config.service_thread
@@ -355,7 +431,10 @@ def cta_memory(config) -> SimpleNamespace:
         q=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
         k=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
         v=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
-        a=T.alloc_shared((stages, CHUNK, CHUNK), operand),  # A, then A' in its place
+        a=T.alloc_shared((stages, CHUNK, CHUNK), operand),  # A' or, of rows, A before it
+        inverse=T.alloc_shared((INVERSE_SLOTS, STORED, ELEMENTS), operand)
+        if config.inverse_blocks
+        else None,
         scores=T.alloc_shared((stages, CHUNK, CHUNK), operand),
         output=T.alloc_shared((CHUNK, HEAD_DIM), operand),
         **{
@@ -389,6 +468,9 @@ def cta_memory(config) -> SimpleNamespace:
             [config.state_groups * WARPS_PER_GROUP]
         ),  # by the state groups
         output_stored=T.alloc_barrier([1]),  # by the writer warp
+        inverse_read=T.alloc_barrier([WARPS_PER_GROUP] * INVERSE_SLOTS)
+        if config.inverse_blocks
+        else None,  # by the prepare group
     )
     chain = SimpleNamespace(
         state=[T.alloc_fragment((HEAD_DIM, HEAD_DIM), fp32)],
@@ -403,8 +485,13 @@ def cta_memory(config) -> SimpleNamespace:
         slow=T.alloc_local((1,), "int32"),
         coming_slow=T.alloc_local((1,), "int32"),
     )
+    block = T.alloc_local((LANE_ELEMENTS,), operand)
     ahead = SimpleNamespace(
-        inverse=T.alloc_fragment((CHUNK, CHUNK), operand),  # A, then A'
+        inverse=None
+        if config.inverse_blocks
+        else T.alloc_fragment((CHUNK, CHUNK), operand),  # A, then A'
+        block=block,  # the same of a block
+        block_words=T.view(block, (LANE_ELEMENTS // 2,), "int32"),
         scores=T.alloc_fragment((CHUNK, CHUNK), fp32),
         scores_operand=T.alloc_fragment((CHUNK, CHUNK), operand),
         row_gate=T.alloc_fragment((CHUNK,), fp32),
@@ -415,6 +502,7 @@ def cta_memory(config) -> SimpleNamespace:
         {
             chain.output_operand: transposed_accumulator(HEAD_DIM),
             tiles.output: make_full_bank_swizzled_layout(tiles.output),
+            **({tiles.inverse: make_linear_layout(tiles.inverse)} if config.inverse_blocks else {}),
         }
     )
     return SimpleNamespace(
