@@ -40,7 +40,7 @@ import tilelang.cuda.language as TC
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout, make_linear_layout
 
-from .inverse_blocks import BLOCK, BLOCKS, ELEMENTS, STORED, block_number
+from .inverse_blocks import BLOCK, BLOCKS, ELEMENTS, ORDER, STORED
 from .parameters import vectors
 from .preprocess import (
     CHUNK,
@@ -610,22 +610,21 @@ def store_record(config, A, tiles, place, warp, lane, regs):
     """All ten blocks of this warp's head, from registers."""
     head = place.group * SLOTS + warp
     if exists(config, head):
-        for i in tuple(range(BLOCKS)):
-            for j in tuple(range(i + 1)):
-                if i == j:
-                    load_block(
-                        tiles.a,
-                        warp * CHUNK + i * BLOCK + lane // 8 % 2 * 8 + lane % 8,
-                        i * BLOCK + lane // 16 * 8,
-                        False,
-                        regs.row,
-                        0,
-                    )
-                else:
-                    for e in T.unroll(FRAGMENT):
-                        regs.row[e] = T.cast(regs.t[below(i, j) + e], config.dtype)
-                for e in T.vectorized(FRAGMENT):
-                    A[place.record, head, block_number(i, j), lane * FRAGMENT + e] = regs.row[e]
+        for number, (i, j) in enumerate(ORDER):
+            if i == j:
+                load_block(
+                    tiles.a,
+                    warp * CHUNK + i * BLOCK + lane // 8 % 2 * 8 + lane % 8,
+                    i * BLOCK + lane // 16 * 8,
+                    False,
+                    regs.row,
+                    0,
+                )
+            else:
+                for e in T.unroll(FRAGMENT):
+                    regs.row[e] = T.cast(regs.t[below(i, j) + e], config.dtype)
+            for e in T.vectorized(FRAGMENT):
+                A[place.record, head, number, lane * FRAGMENT + e] = regs.row[e]
     T.sync_warp()
 
 

@@ -39,6 +39,7 @@ from .resident_common import (
     TileConfig,
     clear_state,
     load_boundary,
+    rolled,
     state_parts,
     store_first_boundary,
     store_tile,
@@ -328,7 +329,7 @@ def clear_neighbours(config, place, here, token, tiles):
     inverse_pieces = 0 if config.inverse_blocks else INVERSE_PIECES
     if valid < CHUNK:
         lane = token % WARP
-        for lap in T.serial(CHUNK // GATE_WARPS):
+        for lap in rolled(CHUNK // GATE_WARPS):
             row = lap * GATE_WARPS + token // WARP
             if row >= valid:
                 if lane < KEY_PIECES:

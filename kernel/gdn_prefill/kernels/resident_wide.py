@@ -36,11 +36,13 @@ from tilelang.layout import make_full_bank_swizzled_layout, make_linear_layout
 
 from .inverse_blocks import (
     BLOCK,
-    BLOCKS,
     ELEMENTS,
     LANE_ELEMENTS,
+    LAPS,
     STORED,
-    block_number,
+    block_column,
+    block_row,
+    in_lap,
     lane_column,
     lane_row,
 )
@@ -53,6 +55,7 @@ from .resident_common import (
     INVERSE_SLOTS,
     TILE,
     WARP,
+    WARP_GROUP,
     WARPS_PER_GROUP,
     arrive_warp,
     chunk_scalars,
@@ -73,6 +76,7 @@ from .resident_common import (
 
 DK_HALVES = (slice(0, TILE), slice(TILE, HEAD_DIM))  # one converts while the other is multiplied
 STATE_REGISTERS = len(DK_HALVES) * ACCUMULATOR_REGISTERS
+PREPARE_SYNC = 2  # named barrier of the prepare group
 OUTPUT_LAG = 2  # chunks that chunk_ready runs ahead of the output tile that it says is free
 
 
@@ -82,14 +86,15 @@ def prepare_role(config, place, thread, scale, tiles, barriers, registers):
     """A' and P of every chunk, ahead of the chain."""
     warp, lane = thread // WARP, thread % WARP
     if config.inverse_blocks:
-        clear_rows(config, warp, lane, tiles)
+        clear_inverse(config, thread, tiles)
     for chunk in rolled(place.chunks):
         here = step(config, chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
         multiply_queries_keys(here, tiles, registers)
         if config.inverse_blocks:
-            gate_blocks(config, here, warp, lane, tiles, registers)
+            fetch_blocks(here, warp, lane, tiles, registers)
             arrive_warp(barriers.inverse_read, chunk % INVERSE_SLOTS)
+            gate_blocks(config, here, warp, lane, tiles, registers)
         else:
             gate_rows(here, tiles, registers)
         gate_scores(config, here, scale, tiles, registers)
@@ -113,35 +118,46 @@ def gate_rows(here, tiles, registers):
 
 
 @T.macro
-def clear_rows(config, warp, lane, tiles):
-    """Zero this warp's rows of A' in all stages, as the blocks above its diagonal stay."""
+def clear_inverse(config, thread, tiles):
+    """Zero A' in all stages, as what is above its diagonal stays."""
     pieces = CHUNK // LANE_ELEMENTS
-    for lap in rolled(config.stages * BLOCK * pieces // WARP):
-        piece = lap * WARP + lane
+    for lap in rolled(config.stages * CHUNK * pieces // WARP_GROUP):
+        piece = lap * WARP_GROUP + thread
         for e in T.vectorized(LANE_ELEMENTS):
             tiles.a[
-                piece // (BLOCK * pieces),
-                warp * BLOCK + piece // pieces % BLOCK,
+                piece // (CHUNK * pieces),
+                piece // pieces % CHUNK,
                 piece % pieces * LANE_ELEMENTS + e,
             ] = 0
-    T.sync_warp()
+    T.sync_threads(PREPARE_SYNC, WARP_GROUP)
+
+
+@T.macro
+def fetch_blocks(here, warp, lane, tiles, registers):
+    """This warp's blocks of A."""
+    for lap in tuple(range(LAPS)):
+        if in_lap(lap, warp):
+            for e in T.vectorized(LANE_ELEMENTS):
+                registers.blocks[lap * LANE_ELEMENTS + e] = tiles.inverse[
+                    here.chunk % INVERSE_SLOTS,
+                    lap * WARPS_PER_GROUP + warp,
+                    lane * LANE_ELEMENTS + e,
+                ]
 
 
 @T.macro
 def gate_blocks(config, here, warp, lane, tiles, registers):
-    """A' from the blocks of A, a row of them a warp."""
-    for j in tuple(range(BLOCKS)):
-        if j <= warp:
-            for e in T.vectorized(LANE_ELEMENTS):
-                registers.block[e] = tiles.inverse[
-                    here.chunk % INVERSE_SLOTS, block_number(warp, j), lane * LANE_ELEMENTS + e
-                ]
+    """A' of this warp's blocks of A."""
+    for lap in tuple(range(LAPS)):
+        if in_lap(lap, warp):
             for e in T.unroll(LANE_ELEMENTS):
                 # A' = n_k exp(r - G) A beta
-                registers.block[e] = T.cast(
-                    T.cast(registers.block[e], "float32")
-                    * tiles.row_factor[here.stage, warp * BLOCK + lane_row(lane, e)]
-                    * tiles.beta[here.stage, j * BLOCK + lane_column(lane, e)],
+                registers.blocks[lap * LANE_ELEMENTS + e] = T.cast(
+                    T.cast(registers.blocks[lap * LANE_ELEMENTS + e], "float32")
+                    * tiles.row_factor[here.stage, block_row(lap, warp) * BLOCK + lane_row(lane, e)]
+                    * tiles.beta[
+                        here.stage, block_column(lap, warp) * BLOCK + lane_column(lane, e)
+                    ],
                     config.dtype,
                 )
             T.call_extern(
@@ -150,16 +166,13 @@ def gate_blocks(config, here, warp, lane, tiles, registers):
                 T.access_ptr(
                     tiles.a[
                         here.stage,
-                        warp * BLOCK + lane // 8 % 2 * 8 + lane % 8,
-                        j * BLOCK + lane // 16 * 8,
+                        block_row(lap, warp) * BLOCK + lane // 8 % 2 * 8 + lane % 8,
+                        block_column(lap, warp) * BLOCK + lane // 16 * 8,
                     ],
                     "w",
                     extent=8,
                 ),
-                registers.block_words[0],
-                registers.block_words[1],
-                registers.block_words[2],
-                registers.block_words[3],
+                *(registers.block_words[lap * LANE_ELEMENTS // 2 + word] for word in range(4)),
             )
 
 
@@ -381,7 +394,7 @@ def write_factors(config, stage, token, scale, tiles, gates):
     else:
         tiles.row_factor[stage, token] = of_key(config, gates, gates.ratio[0])
         tiles.output_gate[stage, token] = of_query(config, gates, scale * gates.grown[0])
-    if token == 0:
+    if token == CHUNK - 1:
         tiles.growth[stage] = T.exp2(-gates.reference[0])
 
 
@@ -485,13 +498,13 @@ def cta_memory(config) -> SimpleNamespace:
         slow=T.alloc_local((1,), "int32"),
         coming_slow=T.alloc_local((1,), "int32"),
     )
-    block = T.alloc_local((LANE_ELEMENTS,), operand)
+    blocks = T.alloc_local((LAPS * LANE_ELEMENTS,), operand)
     ahead = SimpleNamespace(
         inverse=None
         if config.inverse_blocks
         else T.alloc_fragment((CHUNK, CHUNK), operand),  # A, then A'
-        block=block,  # the same of a block
-        block_words=T.view(block, (LANE_ELEMENTS // 2,), "int32"),
+        blocks=blocks,  # the same of a warp's blocks
+        block_words=T.view(blocks, (LAPS * LANE_ELEMENTS // 2,), "int32"),
         scores=T.alloc_fragment((CHUNK, CHUNK), fp32),
         scores_operand=T.alloc_fragment((CHUNK, CHUNK), operand),
         row_gate=T.alloc_fragment((CHUNK,), fp32),
