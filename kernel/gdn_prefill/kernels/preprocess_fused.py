@@ -926,10 +926,10 @@ def operator_preprocess_kernel(config: OperatorPreprocessConfig):
     q, k [B, T, Hq, 128] and A [B, T, Hv, 64] or records of it, written, in config.dtype; g and beta
     [B, T, Hv] in their dtypes; A_log, dt_bias [Hv] fp32; cu_seqlens [N + 1]; gate (the natural
     logarithm of the decay, summed within every chunk of a sequence) and beta_out [B, Hv, T] fp32,
-    query_norm and key_norm [B, Hq, T] fp32, written. With config.strided q and k have a token stride each, a batch
-    stride of T of those, and heads 128 apart. What an option that is off would need is a
-    one-element fp32 dummy. Rows past the last sequence are left alone. order [N] int32, written
-    with cu_seqlens: the sequences in the order in which the forward kernel begins them.
+    query_norm and key_norm [B, Hq, T] fp32, written. With config.strided q and k have a token
+    stride each, a batch stride of T of those, and heads 128 apart. What an option that is off would
+    need is a one-element fp32 dummy. Rows past the last sequence are left alone. order [N] int32,
+    written with cu_seqlens: the sequences in the order in which the forward kernel begins them.
     """
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
     heads_q, heads_v = config.heads_q, config.heads_v

@@ -27,7 +27,6 @@ from tilelang.layout import Fragment
 from tilelang.tileop.base import GemmWarpPolicy
 
 from ..lowering import OWN_PROXY_FENCES
-from .inverse_blocks import ELEMENTS, STORED
 
 CHUNK = 64
 HEAD_DIM = 128
@@ -56,7 +55,6 @@ PASS_CONFIGS = {
 }
 
 SCORE_SLOTS = 2  # of the narrow tile
-INVERSE_SLOTS = 2  # of the wide tile, for A given in blocks
 ROLES = {64: ("state", "output", "scores", "service"), 128: ("state", "prepare", "service")}
 REGISTERS = {64: (224, 144, 80, 64), 128: (192, 88, 40)}
 # log2 of the smallest decay of one chunk that a tile's factors may hold. In fp16 scores of a chunk
@@ -344,36 +342,39 @@ def service_role(config, place, lane, scale, inputs, hooks, roles, memory):
 def producer_warp(config, place, inputs, roles, tiles, barriers):
     for chunk in rolled(place.chunks):
         here = step(config, chunk)
-        first = chunk * CHUNK
-        tokens = slice(first, first + CHUNK)
-        T.barrier_wait(barriers.inputs_free[here.stage], here.freed)
-        T.tma_copy(
-            inputs.k[place.batch, tokens, place.head_q, 0:HEAD_DIM],
-            tiles.k[here.stage, :, :],
-            barrier=barriers.inputs_landed[here.stage],
-        )
-        T.tma_copy(
-            inputs.q[place.batch, tokens, place.head_q, 0:HEAD_DIM],
-            tiles.q[here.stage, :, :],
-            barrier=barriers.inputs_landed[here.stage],
-        )
-        if config.inverse_blocks:
-            T.barrier_wait(
-                barriers.inverse_read[chunk % INVERSE_SLOTS], (chunk // INVERSE_SLOTS + 1) % 2
-            )
-            T.tma_copy(
-                inputs.a[place.record + chunk, place.head, 0:STORED, 0:ELEMENTS],
-                tiles.inverse[chunk % INVERSE_SLOTS, :, :],
-                barrier=barriers.inputs_landed[here.stage],
-            )
-        else:
-            T.tma_copy(
-                inputs.a[place.batch, tokens, place.head, 0:CHUNK],
-                tiles.a[here.stage, :, :],
-                barrier=barriers.inputs_landed[here.stage],
-            )
-        roles.stage_values(config, place, tokens, here, inputs, tiles, barriers)
+        roles.stage_inputs(config, place, here, inputs, tiles, barriers)
         T.barrier_arrive(barriers.inputs_landed[here.stage])
+
+
+def chunk_tokens(here) -> slice:
+    return slice(here.chunk * CHUNK, here.chunk * CHUNK + CHUNK)
+
+
+@T.macro
+def stage_keys(place, here, inputs, tiles, barriers):
+    T.tma_copy(
+        inputs.k[place.batch, chunk_tokens(here), place.head_q, 0:HEAD_DIM],
+        tiles.k[here.stage, :, :],
+        barrier=barriers.inputs_landed[here.stage],
+    )
+
+
+@T.macro
+def stage_queries(place, here, inputs, tiles, barriers):
+    T.tma_copy(
+        inputs.q[place.batch, chunk_tokens(here), place.head_q, 0:HEAD_DIM],
+        tiles.q[here.stage, :, :],
+        barrier=barriers.inputs_landed[here.stage],
+    )
+
+
+@T.macro
+def stage_inverse(place, here, inputs, tiles, barriers):
+    T.tma_copy(
+        inputs.a[place.batch, chunk_tokens(here), place.head, 0:CHUNK],
+        tiles.a[here.stage, :, :],
+        barrier=barriers.inputs_landed[here.stage],
+    )
 
 
 def of_key(config, gates, factor):

@@ -60,6 +60,7 @@ from .resident_common import (
     accumulator_thread,
     arrive_warp,
     chunk_scalars,
+    chunk_tokens,
     following,
     gate_slow_scores,
     laps,
@@ -71,6 +72,9 @@ from .resident_common import (
     rolled,
     service_role,
     set_registers,
+    stage_inverse,
+    stage_keys,
+    stage_queries,
     step,
     steps,
     transposed_accumulator,
@@ -489,11 +493,15 @@ def output_role(config, place, tiles, barriers, registers):
 
 # --- service group
 @T.macro
-def stage_values(config, place, tokens, here, inputs, tiles, barriers):
+def stage_inputs(config, place, here, inputs, tiles, barriers):
+    T.barrier_wait(barriers.inputs_free[here.stage], here.freed)
+    stage_keys(place, here, inputs, tiles, barriers)
+    stage_queries(place, here, inputs, tiles, barriers)
+    stage_inverse(place, here, inputs, tiles, barriers)
     for stage in tuple(range(config.stages)):
         if here.stage == stage:
             T.tma_copy(
-                inputs.v[place.batch, tokens, place.head, place.dv : place.dv + TILE],
+                inputs.v[place.batch, chunk_tokens(here), place.head, place.dv : place.dv + TILE],
                 tiles.v[stage],
                 barrier=barriers.inputs_landed[here.stage],
             )
@@ -538,7 +546,7 @@ def close_inputs(config, place, barriers):
 
 
 SERVICE = SimpleNamespace(
-    stage_values=stage_values,
+    stage_inputs=stage_inputs,
     writer_warp=writer_warp,
     write_factors=write_factors,
     announce_inputs=announce_inputs,

@@ -52,13 +52,13 @@ from .resident_common import (
     FULL_ROW,
     GATE_WARPS,
     HEAD_DIM,
-    INVERSE_SLOTS,
     TILE,
     WARP,
     WARP_GROUP,
     WARPS_PER_GROUP,
     arrive_warp,
     chunk_scalars,
+    chunk_tokens,
     following,
     gate_slow_scores,
     lower_triangle,
@@ -69,6 +69,9 @@ from .resident_common import (
     rolled,
     service_role,
     set_registers,
+    stage_inverse,
+    stage_keys,
+    stage_queries,
     step,
     transposed_accumulator,
     write_slow_score_gates,
@@ -77,6 +80,7 @@ from .resident_common import (
 DK_HALVES = (slice(0, TILE), slice(TILE, HEAD_DIM))  # one converts while the other is multiplied
 STATE_REGISTERS = len(DK_HALVES) * ACCUMULATOR_REGISTERS
 PREPARE_SYNC = 2  # named barrier of the prepare group
+INVERSE_SLOTS = 2  # records of A that have landed or will
 OUTPUT_LAG = 2  # chunks that chunk_ready runs ahead of the output tile that it says is free
 
 
@@ -341,6 +345,7 @@ def state_role(config, place, inputs, hooks, tiles, barriers, registers):
         here = step(config, chunk)
         coming = following(config, here)
         absorb_values(here, tiles, registers)
+        arrive_warp(barriers.values_free, here.stage)
         finish_output(config, here, tiles, registers)
         take_chunk(coming, tiles, barriers, registers)
         # That the coming chunk is ready means too that the tile is free.
@@ -361,10 +366,30 @@ def state_role(config, place, inputs, hooks, tiles, barriers, registers):
 
 # --- service group
 @T.macro
-def stage_values(config, place, tokens, here, inputs, tiles, barriers):
+def stage_inputs(config, place, here, inputs, tiles, barriers):
+    """K last, as it is needed until the chunk is over: a load takes longer than a chunk does."""
+    T.barrier_wait(barriers.values_free[here.stage], here.freed)
     T.tma_copy(
-        inputs.v[place.batch, tokens, place.head, 0:HEAD_DIM],
+        inputs.v[place.batch, chunk_tokens(here), place.head, 0:HEAD_DIM],
         tiles.v[here.stage, :, :],
+        barrier=barriers.inputs_landed[here.stage],
+    )
+    stage_queries(place, here, inputs, tiles, barriers)
+    if config.inverse_blocks:
+        stage_blocks(place, here, inputs, tiles, barriers)
+    else:
+        stage_inverse(place, here, inputs, tiles, barriers)
+    T.barrier_wait(barriers.inputs_free[here.stage], here.freed)
+    stage_keys(place, here, inputs, tiles, barriers)
+
+
+@T.macro
+def stage_blocks(place, here, inputs, tiles, barriers):
+    slot = here.chunk % INVERSE_SLOTS
+    T.barrier_wait(barriers.inverse_read[slot], (here.chunk // INVERSE_SLOTS + 1) % 2)
+    T.tma_copy(
+        inputs.a[place.record + here.chunk, place.head, 0:STORED, 0:ELEMENTS],
+        tiles.inverse[slot, :, :],
         barrier=barriers.inputs_landed[here.stage],
     )
 
@@ -409,7 +434,7 @@ def close_inputs(config, place, barriers):
 
 
 SERVICE = SimpleNamespace(
-    stage_values=stage_values,
+    stage_inputs=stage_inputs,
     writer_warp=writer_warp,
     write_factors=write_factors,
     announce_inputs=announce_inputs,
@@ -474,9 +499,12 @@ def cta_memory(config) -> SimpleNamespace:
         chunk_ready=T.alloc_barrier(
             [WARPS_PER_GROUP + 1] * stages
         ),  # by the prepare group, and by the writer warp: the output tile is free
+        values_free=T.alloc_barrier(
+            [config.state_groups * WARPS_PER_GROUP] * stages
+        ),  # by the state groups: V, Q and A' of the chunk have been used
         inputs_free=T.alloc_barrier(
             [config.state_groups * WARPS_PER_GROUP] * stages
-        ),  # by the state groups
+        ),  # by the state groups: all of it has
         output_ready=T.alloc_barrier(
             [config.state_groups * WARPS_PER_GROUP]
         ),  # by the state groups
