@@ -1,19 +1,22 @@
 """A as a forward kernel that rewrites it anyway reads it: the blocks that are not zero.
 
 A is lower triangular, so of its sixteen 16x16 blocks the ten on and below the diagonal hold all of
-it: 5 KiB a chunk and V head instead of 8. A record [10, 256] has them diagonal after diagonal,
+it: 5 KiB a chunk and V head instead of 8. A record [10, 256] has them in this order,
 
-    (0, 0) (1, 1) (2, 2) (3, 3)   (1, 0) (2, 1) (3, 2)   (2, 0) (3, 1)   (3, 0)
+    (0, 0) (1, 1) (2, 2) (3, 3)   (1, 0) (2, 1) (3, 2) (3, 0)   (2, 0) (3, 1)
 
-each as a warp holds a 16x16 operand of an MMA: sixteen bytes a lane, lane after lane. What a warp
-writes or reads of a block is therefore one access of 512 contiguous bytes, from registers to memory
-on one side and from shared memory to registers on the other.
+in which four warps take one after another, all but one of a warp's in the same column, each as a
+warp holds a 16x16 operand of an MMA: sixteen bytes a lane, lane after lane. What a warp writes or
+reads of a block is therefore one access of 512 contiguous bytes, from registers to memory on one
+side and from shared memory to registers on the other.
 
 Records are numbered by chunks. Chunk c of row b of a dense batch of T tokens has number
 b ceil(T / 64) + c. Chunk c of packed sequence n, which begins at token t, has t // 64 + n + c: no
 two have the same, as ceil(length / 64) <= (t + length) // 64 + 1 - t // 64. A tail has a record of
 its own, with rows of the identity past its end: nothing of a neighbour comes along.
 """
+
+import tilelang.language as T
 
 from .preprocess import CHUNK
 
@@ -22,15 +25,25 @@ BLOCKS = CHUNK // BLOCK
 ELEMENTS = BLOCK * BLOCK
 LANE_ELEMENTS = 8  # of a block, those that a lane holds
 
-# Blocks (i, j) of a record.
-ORDER = tuple((j + below, j) for below in range(BLOCKS) for j in range(BLOCKS - below))
-STORED = len(ORDER)
+WARPS = 4  # that read a record together
+ORDER = ((0, 0), (1, 1), (2, 2), (3, 3), (1, 0), (2, 1), (3, 2), (3, 0), (2, 0), (3, 1))
+STORED = len(ORDER)  # blocks of a record
+LAPS = -(-STORED // WARPS)
 
 
-def block_number(i, j):
-    """Place of block (i, j) in a record."""
-    below = i - j
-    return below * (2 * BLOCKS + 1 - below) // 2 + j
+def in_lap(lap: int, warp):
+    """Does a warp have a block in a lap: only the last one has fewer than there are warps."""
+    return True if (lap + 1) * WARPS <= STORED else lap * WARPS + warp < STORED
+
+
+def block_row(lap: int, warp):
+    """i of the block (i, j) that a warp has in a lap, ORDER[lap * WARPS + warp]."""
+    return (warp, T.min(warp + 1, BLOCKS - 1), warp + 2)[lap]
+
+
+def block_column(lap: int, warp):
+    """j of that block."""
+    return (warp, T.if_then_else(warp == BLOCKS - 1, 0, warp), warp)[lap]
 
 
 def lane_row(lane, e):

@@ -56,7 +56,7 @@ PASS_CONFIGS = {
 
 SCORE_SLOTS = 2  # of the narrow tile
 ROLES = {64: ("state", "output", "scores", "service"), 128: ("state", "prepare", "service")}
-REGISTERS = {64: (224, 144, 80, 64), 128: (192, 72, 56)}
+REGISTERS = {64: (224, 144, 80, 64), 128: (192, 88, 40)}
 # log2 of the smallest decay of one chunk that a tile's factors may hold. In fp16 scores of a chunk
 # are then at most 2^8 scale Q K^T, or 2^4 Q K^T.
 SLOW_LIMITS = {
@@ -436,7 +436,6 @@ def gate_warps(config, place, token, scale, inputs, hooks, roles, tiles, barrier
     K.
     """
     gates.pending[0] = 0.0
-    roles.begin_gates(config, token, tiles)
     hooks.fetch_gates(config, place, 0, token, inputs, gates.coming)
     for chunk in rolled(place.chunks):
         here = step(config, chunk)
@@ -471,7 +470,6 @@ def gate_warps(config, place, token, scale, inputs, hooks, roles, tiles, barrier
         if config.packed:
             hooks.clear_neighbours(config, place, here, token, tiles)
         roles.announce_inputs(stage, barriers)
-        roles.gate_inverse(config, here, token, tiles, barriers, gates)
     roles.close_inputs(config, place, barriers)
 
 

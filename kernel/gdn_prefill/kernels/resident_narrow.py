@@ -532,16 +532,6 @@ def write_factors(config, stage, token, scale, tiles, gates):
 
 
 @T.macro
-def begin_gates(config, token, tiles):
-    """No shared memory to prepare."""
-
-
-@T.macro
-def gate_inverse(config, here, token, tiles, barriers, gates):
-    """A is used as it is."""
-
-
-@T.macro
 def announce_inputs(stage, barriers):
     arrive_warp(barriers.inputs_ready, stage)
     arrive_warp(barriers.chunk_ready, stage)
@@ -560,8 +550,6 @@ SERVICE = SimpleNamespace(
     writer_warp=writer_warp,
     write_factors=write_factors,
     announce_inputs=announce_inputs,
-    gate_inverse=gate_inverse,
-    begin_gates=begin_gates,
     close_inputs=close_inputs,
 )
 

@@ -36,11 +36,13 @@ from tilelang.layout import make_full_bank_swizzled_layout, make_linear_layout
 
 from .inverse_blocks import (
     BLOCK,
-    BLOCKS,
     ELEMENTS,
     LANE_ELEMENTS,
+    LAPS,
     STORED,
-    block_number,
+    block_column,
+    block_row,
+    in_lap,
     lane_column,
     lane_row,
 )
@@ -48,11 +50,11 @@ from .resident_common import (
     ACCUMULATOR_REGISTERS,
     CHUNK,
     FULL_ROW,
-    GATE_SYNC,
     GATE_WARPS,
     HEAD_DIM,
     TILE,
     WARP,
+    WARP_GROUP,
     WARPS_PER_GROUP,
     arrive_warp,
     chunk_scalars,
@@ -77,22 +79,105 @@ from .resident_common import (
 
 DK_HALVES = (slice(0, TILE), slice(TILE, HEAD_DIM))  # one converts while the other is multiplied
 STATE_REGISTERS = len(DK_HALVES) * ACCUMULATOR_REGISTERS
+PREPARE_SYNC = 2  # named barrier of the prepare group
 INVERSE_SLOTS = 2  # records of A that have landed or will
-OUTPUT_LAG = 2  # chunks that chunk_ready runs ahead of the output tile that it says is free
+OUTPUT_LAG = 2  # chunks that inputs_ready runs ahead of the output tile that it says is free
 
 
 # --- prepare group
 @T.macro
-def prepare_role(config, place, scale, tiles, barriers, registers):
-    """P of every chunk, ahead of the chain."""
+def prepare_role(config, place, thread, scale, tiles, barriers, registers):
+    """A' and P of every chunk, ahead of the chain."""
+    warp, lane = thread // WARP, thread % WARP
+    if config.inverse_blocks:
+        clear_inverse(config, thread, tiles)
     for chunk in rolled(place.chunks):
         here = step(config, chunk)
         T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
         multiply_queries_keys(here, tiles, registers)
+        if config.inverse_blocks:
+            fetch_blocks(here, warp, lane, tiles, registers)
+            arrive_warp(barriers.inverse_read, chunk % INVERSE_SLOTS)
+            gate_blocks(config, here, warp, lane, tiles, registers)
+        else:
+            gate_rows(here, tiles, registers)
         gate_scores(config, here, scale, tiles, registers)
         T.copy(registers.scores_operand, tiles.scores[here.stage, :, :])
         T.fence_proxy_async()
         arrive_warp(barriers.chunk_ready, here.stage)
+
+
+@T.macro
+def gate_rows(here, tiles, registers):
+    """A' in the place of A: each thread writes what it has read."""
+    T.copy(tiles.a[here.stage, :, :], registers.inverse)
+    for i, j in T.Parallel(CHUNK, CHUNK):
+        # A' = n_k exp(r - G) A beta
+        registers.inverse[i, j] = (
+            T.cast(registers.inverse[i, j], "float32")
+            * tiles.row_factor[here.stage, i]
+            * tiles.beta[here.stage, j]
+        )
+    T.copy(registers.inverse, tiles.a[here.stage, :, :])
+
+
+@T.macro
+def clear_inverse(config, thread, tiles):
+    """Zero A' in all stages, as what is above its diagonal stays."""
+    pieces = CHUNK // LANE_ELEMENTS
+    for lap in rolled(config.stages * CHUNK * pieces // WARP_GROUP):
+        piece = lap * WARP_GROUP + thread
+        for e in T.vectorized(LANE_ELEMENTS):
+            tiles.a[
+                piece // (CHUNK * pieces),
+                piece // pieces % CHUNK,
+                piece % pieces * LANE_ELEMENTS + e,
+            ] = 0
+    T.sync_threads(PREPARE_SYNC, WARP_GROUP)
+
+
+@T.macro
+def fetch_blocks(here, warp, lane, tiles, registers):
+    """This warp's blocks of A."""
+    for lap in tuple(range(LAPS)):
+        if in_lap(lap, warp):
+            for e in T.vectorized(LANE_ELEMENTS):
+                registers.blocks[lap * LANE_ELEMENTS + e] = tiles.inverse[
+                    here.chunk % INVERSE_SLOTS,
+                    lap * WARPS_PER_GROUP + warp,
+                    lane * LANE_ELEMENTS + e,
+                ]
+
+
+@T.macro
+def gate_blocks(config, here, warp, lane, tiles, registers):
+    """A' of this warp's blocks of A."""
+    for lap in tuple(range(LAPS)):
+        if in_lap(lap, warp):
+            for e in T.unroll(LANE_ELEMENTS):
+                # A' = n_k exp(r - G) A beta
+                registers.blocks[lap * LANE_ELEMENTS + e] = T.cast(
+                    T.cast(registers.blocks[lap * LANE_ELEMENTS + e], "float32")
+                    * tiles.row_factor[here.stage, block_row(lap, warp) * BLOCK + lane_row(lane, e)]
+                    * tiles.beta[
+                        here.stage, block_column(lap, warp) * BLOCK + lane_column(lane, e)
+                    ],
+                    config.dtype,
+                )
+            T.call_extern(
+                "handle",
+                "tl::ptx_stmatrix_m8n8_x4",
+                T.access_ptr(
+                    tiles.a[
+                        here.stage,
+                        block_row(lap, warp) * BLOCK + lane // 8 % 2 * 8 + lane % 8,
+                        block_column(lap, warp) * BLOCK + lane // 16 * 8,
+                    ],
+                    "w",
+                    extent=8,
+                ),
+                *(registers.block_words[lap * LANE_ELEMENTS // 2 + word] for word in range(4)),
+            )
 
 
 @T.macro
@@ -117,7 +202,8 @@ def gate_scores(config, here, scale, tiles, registers):
 # --- state groups
 @T.macro
 def take_chunk(here, tiles, barriers, registers):
-    T.barrier_wait(barriers.chunk_ready[here.stage], here.filled)
+    """What the chunk begins with: K, Q and the factors, not yet A' and P."""
+    T.barrier_wait(barriers.inputs_ready[here.stage], here.filled)
     registers.coming_slow[0] = tiles.slow[here.stage]
     registers.keep[0] = tiles.keep[here.stage]
 
@@ -156,7 +242,7 @@ def decay_state(registers):
 
 
 @T.macro
-def solve_values(here, tiles, registers):
+def solve_values(here, tiles, barriers, registers):
     """From U'^T and S^T Q^T in flight to the finished X."""
     registers.slow[0] = registers.coming_slow[0]
     T.copy(tiles.minus_gamma[here.stage, :], registers.gate)
@@ -168,6 +254,7 @@ def solve_values(here, tiles, registers):
     TC.wait_wgmma(0)
     TC.warpgroup_fence_operand(registers.output, num_regs=ACCUMULATOR_REGISTERS)
     decay_state(registers)
+    T.barrier_wait(barriers.chunk_ready[here.stage], here.filled)
     # X^T = (-n_k exp(G) U'^T) A'^T + V^T A'^T
     TC.wgmma_gemm(
         registers.x_operand,
@@ -254,7 +341,7 @@ def state_role(config, place, inputs, hooks, tiles, barriers, registers):
     hooks.load_state(config, place, inputs, registers)
     take_chunk(first, tiles, barriers, registers)
     multiply_state(first, tiles, registers)
-    solve_values(first, tiles, registers)
+    solve_values(first, tiles, barriers, registers)
 
     for chunk in T.serial(place.chunks - 1):
         here = step(config, chunk)
@@ -263,12 +350,12 @@ def state_role(config, place, inputs, hooks, tiles, barriers, registers):
         arrive_warp(barriers.values_free, here.stage)
         finish_output(config, here, tiles, registers)
         take_chunk(coming, tiles, barriers, registers)
-        # That the coming chunk is ready means too that the tile is free.
+        # That the coming chunk's inputs are ready means too that the tile is free.
         hand_over_output(tiles, barriers, registers)
         finish_state(registers)
         multiply_state(coming, tiles, registers)
         arrive_warp(barriers.inputs_free, here.stage)
-        solve_values(coming, tiles, registers)
+        solve_values(coming, tiles, barriers, registers)
 
     absorb_values(last, tiles, registers)
     finish_output(config, last, tiles, registers)
@@ -312,13 +399,13 @@ def stage_blocks(place, here, inputs, tiles, barriers):
 @T.macro
 def writer_warp(config, place, thread, inputs, hooks, tiles, barriers):
     for chunk in tuple(range(OUTPUT_LAG)):
-        arrive_warp(barriers.chunk_ready, chunk)
+        arrive_warp(barriers.inputs_ready, chunk)
     for chunk in rolled(place.chunks):
         T.barrier_wait(barriers.output_ready[0], chunk % 2)
         hooks.store_output(config, place, chunk, thread, inputs, tiles)
-        # In this order: who was told that a chunk is ready may not take output_stored for older.
+        # In this order: who was told that inputs are ready may not take output_stored for older.
         arrive_warp(barriers.output_stored, 0)
-        arrive_warp(barriers.chunk_ready, (chunk + OUTPUT_LAG) % config.stages)
+        arrive_warp(barriers.inputs_ready, (chunk + OUTPUT_LAG) % config.stages)
 
 
 @T.macro
@@ -334,98 +421,8 @@ def write_factors(config, stage, token, scale, tiles, gates):
     else:
         tiles.row_factor[stage, token] = of_key(config, gates, gates.ratio[0])
         tiles.output_gate[stage, token] = of_query(config, gates, scale * gates.grown[0])
-    if token == 0:
+    if token == CHUNK - 1:
         tiles.growth[stage] = T.exp2(-gates.reference[0])
-
-
-@T.macro
-def clear_inverse(config, token, tiles):
-    """Zero A' in all stages, as what is above its diagonal stays."""
-    pieces = CHUNK // LANE_ELEMENTS
-    for lap in rolled(config.stages * CHUNK * pieces // (GATE_WARPS * WARP)):
-        piece = lap * (GATE_WARPS * WARP) + token
-        for e in T.vectorized(LANE_ELEMENTS):
-            tiles.a[
-                piece // (CHUNK * pieces),
-                piece // pieces % CHUNK,
-                piece % pieces * LANE_ELEMENTS + e,
-            ] = 0
-
-
-def block_of(lap, warp):
-    """(row, column) of the block of A that a gate warp gates in a lap.
-
-    Two columns make one of BLOCKS + 1 blocks: a warp has the one of its number, then the one with
-    as many as are missing.
-    """
-    own = BLOCKS - warp
-    column = T.if_then_else(lap < own, warp, BLOCKS - 1 - warp)
-    return column + T.if_then_else(lap < own, lap, lap - own), column
-
-
-@T.macro
-def gate_inverse(config, here, token, tiles, barriers, gates):
-    """A' of the blocks on and below the diagonal."""
-    warp, lane = token // WARP, token % WARP
-    T.sync_threads(GATE_SYNC, GATE_WARPS * WARP)  # the factors of all tokens are there
-    for lap in rolled(BLOCKS + 1):
-        fetch_block(config, here, block_of(lap, warp), lane, tiles, gates)
-        gate_block(config, here, block_of(lap, warp), lane, tiles, gates)
-    T.fence_proxy_async()
-    arrive_warp(barriers.chunk_ready, here.stage)
-    if config.inverse_blocks:
-        arrive_warp(barriers.inverse_read, here.chunk % INVERSE_SLOTS)
-
-
-@T.macro
-def fetch_block(config, here, block, lane, tiles, gates):
-    """A block of A as a warp holds it."""
-    if config.inverse_blocks:
-        for e in T.vectorized(LANE_ELEMENTS):
-            gates.block[e] = tiles.inverse[
-                here.chunk % INVERSE_SLOTS, block_number(*block), lane * LANE_ELEMENTS + e
-            ]
-    else:
-        T.ptx_ldmatrix(
-            T.bool(False),
-            4,
-            T.access_ptr(block_row(here, block, lane, tiles), "r", extent=8),
-            T.access_ptr(gates.block[0], "w", extent=8),
-        )
-
-
-def block_row(here, block, lane, tiles):
-    """What a lane has the address of, of a block in the tile."""
-    row, column = block
-    return tiles.a[
-        here.stage,
-        row * BLOCK + lane // 8 % 2 * 8 + lane % 8,
-        column * BLOCK + lane // 16 * 8,
-    ]
-
-
-@T.macro
-def gate_block(config, here, block, lane, tiles, gates):
-    for e in T.unroll(LANE_ELEMENTS):
-        # A' = n_k exp(r - G) A beta
-        gates.block[e] = T.cast(
-            T.cast(gates.block[e], "float32")
-            * tiles.row_factor[here.stage, block[0] * BLOCK + lane_row(lane, e)]
-            * tiles.beta[here.stage, block[1] * BLOCK + lane_column(lane, e)],
-            config.dtype,
-        )
-    T.call_extern(
-        "handle",
-        "tl::ptx_stmatrix_m8n8_x4",
-        T.access_ptr(block_row(here, block, lane, tiles), "w", extent=8),
-        *(gates.block_words[word] for word in range(4)),
-    )
-
-
-@T.macro
-def begin_gates(config, token, tiles):
-    if config.inverse_blocks:
-        clear_inverse(config, token, tiles)
 
 
 @T.macro
@@ -443,8 +440,6 @@ SERVICE = SimpleNamespace(
     writer_warp=writer_warp,
     write_factors=write_factors,
     announce_inputs=announce_inputs,
-    gate_inverse=gate_inverse,
-    begin_gates=begin_gates,
     close_inputs=close_inputs,
 )
 
@@ -459,7 +454,9 @@ def run_roles(config, place, scale, inputs, hooks, memory):
         state_role(config, place, inputs, hooks, tiles, barriers, memory.chain)
     elif thread < config.service_thread:
         set_registers(config, "prepare")
-        prepare_role(config, place, scale, tiles, barriers, memory.ahead)
+        prepare_role(
+            config, place, thread - config.state_threads, scale, tiles, barriers, memory.ahead
+        )
     else:
         set_registers(config, "service")
         lane = thread - config.service_thread
@@ -474,7 +471,7 @@ def cta_memory(config) -> SimpleNamespace:
         q=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
         k=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
         v=T.alloc_shared((stages, CHUNK, HEAD_DIM), operand),
-        a=T.alloc_shared((stages, CHUNK, CHUNK), operand),  # A', or of rows A before it
+        a=T.alloc_shared((stages, CHUNK, CHUNK), operand),  # A' or, of rows, A before it
         inverse=T.alloc_shared((INVERSE_SLOTS, STORED, ELEMENTS), operand)
         if config.inverse_blocks
         else None,
@@ -499,11 +496,10 @@ def cta_memory(config) -> SimpleNamespace:
     barriers = SimpleNamespace(
         inputs_landed=T.alloc_barrier([WARP] * stages),  # by the producer warp and its TMA loads
         inputs_ready=T.alloc_barrier(
-            [GATE_WARPS] * stages
-        ),  # by the gate warps: landed, and the factors written
-        chunk_ready=T.alloc_barrier(
-            [WARPS_PER_GROUP + GATE_WARPS + 1] * stages
-        ),  # by the prepare group, the gate warps, and the writer warp: the output tile is free
+            [GATE_WARPS + 1] * stages
+        ),  # by the gate warps: landed, and the factors written; by the writer warp: the output
+        # tile is free
+        chunk_ready=T.alloc_barrier([WARPS_PER_GROUP] * stages),  # by the prepare group: A' and P
         values_free=T.alloc_barrier(
             [config.state_groups * WARPS_PER_GROUP] * stages
         ),  # by the state groups: V, Q and A' of the chunk have been used
@@ -514,9 +510,9 @@ def cta_memory(config) -> SimpleNamespace:
             [config.state_groups * WARPS_PER_GROUP]
         ),  # by the state groups
         output_stored=T.alloc_barrier([1]),  # by the writer warp
-        inverse_read=T.alloc_barrier([GATE_WARPS] * INVERSE_SLOTS)
+        inverse_read=T.alloc_barrier([WARPS_PER_GROUP] * INVERSE_SLOTS)
         if config.inverse_blocks
-        else None,  # by the gate warps
+        else None,  # by the prepare group
     )
     chain = SimpleNamespace(
         state=[T.alloc_fragment((HEAD_DIM, HEAD_DIM), fp32)],
@@ -531,11 +527,13 @@ def cta_memory(config) -> SimpleNamespace:
         slow=T.alloc_local((1,), "int32"),
         coming_slow=T.alloc_local((1,), "int32"),
     )
-    block = T.alloc_local((LANE_ELEMENTS,), operand)
-    gates = resident_gates(config)
-    gates.block = block  # of A, then of A'
-    gates.block_words = T.view(block, (LANE_ELEMENTS // 2,), "int32")
+    blocks = T.alloc_local((LAPS * LANE_ELEMENTS,), operand)
     ahead = SimpleNamespace(
+        inverse=None
+        if config.inverse_blocks
+        else T.alloc_fragment((CHUNK, CHUNK), operand),  # A, then A'
+        blocks=blocks,  # the same of a warp's blocks
+        block_words=T.view(blocks, (LAPS * LANE_ELEMENTS // 2,), "int32"),
         scores=T.alloc_fragment((CHUNK, CHUNK), fp32),
         scores_operand=T.alloc_fragment((CHUNK, CHUNK), operand),
         row_gate=T.alloc_fragment((CHUNK,), fp32),
@@ -549,7 +547,9 @@ def cta_memory(config) -> SimpleNamespace:
             **({tiles.inverse: make_linear_layout(tiles.inverse)} if config.inverse_blocks else {}),
         }
     )
-    return SimpleNamespace(tiles=tiles, barriers=barriers, chain=chain, ahead=ahead, gates=gates)
+    return SimpleNamespace(
+        tiles=tiles, barriers=barriers, chain=chain, ahead=ahead, gates=resident_gates(config)
+    )
 
 
 @T.macro
