@@ -332,6 +332,14 @@ def test_workspace_is_what_is_allowed(standin):
     assert str(plan.workspace_bytes) in text and all(name in text for name in per_token)
 
 
+def test_the_wide_tile_reads_less_of_A(standin):
+    """Ten of sixteen blocks: 80 bytes a token and V head where a chunk of a sequence is full."""
+    tokens_, heads_q, heads_v = 8192, 16, 64
+    plan = gdn_prefill.plan(heads_q, heads_v, tokens_, sequences=8)
+    assert plan.workspace["A"].shape == (tokens_ // 64 + 8, heads_v, 10, 256)
+    assert plan.bytes_per_token["A"] == pytest.approx(heads_v * 80 * (1 + 8 / 128))
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gdn_prefill
+from gdn_prefill import operator_forward
+from gdn_prefill.split import CorePlan
 from reference.operator import gated_delta_rule
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -123,7 +125,15 @@ def _pairs(variant: Variant, names: list[str]) -> set[tuple]:
     return {(*a, *b) for a, b in itertools.combinations(values, 2)}
 
 
-GPU_VARIANTS = pairwise(FACTORS | {"heads": ((2, 4), (2, 8))})
+GPU_HEADS = {"heads": ((2, 4), (2, 8))}
+GPU_VARIANTS = pairwise(FACTORS | GPU_HEADS)
+# Those that the dispatch may run at 128 columns.
+WIDE_VARIANTS = pairwise(
+    FACTORS
+    | GPU_HEADS
+    | {"beta": ("plain", "sigmoid"), "kept": (None,), "kept_dtype": (FP32,)}
+    | {"batch_invariant": (False,)}
+)
 
 
 def variants():
@@ -462,6 +472,16 @@ def test_portable_path(poisoned, variant, data):
 @given(data=GPU_DATA)
 def test_kernels(poisoned, number, data):
     check(GPU_VARIANTS[number], data, "cuda", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(WIDE_VARIANTS)))
+@settings(max_examples=12, **SHARED)
+@given(data=GPU_DATA)
+def test_kernels_of_the_wide_tile(poisoned, monkeypatch, number, data):
+    """The drawn calls are small, so that the dispatch would run them at 64 columns."""
+    monkeypatch.setattr(operator_forward, "sequence_plan", lambda *_: CorePlan(128))
+    check(WIDE_VARIANTS[number], data, "cuda", "cuda")
 
 
 def test_every_pair_of_levels_meets():

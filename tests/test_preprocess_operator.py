@@ -6,6 +6,7 @@ CTAs write, and as generated CUDA on the CPU (host_cuda).
 """
 
 import functools
+import itertools
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ import host_cuda  # noqa: E402
 
 from gdn_prefill import preprocess as host  # noqa: E402
 from gdn_prefill import toolchain  # noqa: E402
-from gdn_prefill.kernels import preprocess, preprocess_fused  # noqa: E402
+from gdn_prefill.kernels import inverse_blocks, preprocess, preprocess_fused  # noqa: E402
 from gdn_prefill.kernels.preprocess import CHUNK, OperatorPreprocessConfig  # noqa: E402
 from gdn_prefill.kernels.preprocess_fused import operator_preprocess_kernel  # noqa: E402
 from gdn_prefill.kernels.preprocess_packed import CLASSES  # noqa: E402
@@ -152,8 +153,7 @@ def square(record: Tensor) -> Tensor:
     blocks = record.unflatten(-1, (8, 4, 2, 2, 2)).permute(0, 1, 5, 2, 4, 3, 6)
     blocks = blocks.reshape(len(record), 10, 16, 16)
     found = record.new_zeros(len(record), CHUNK, CHUNK)
-    below = [(i, j) for i in range(4) for j in range(i + 1)]
-    for number, (i, j) in enumerate(below):
+    for number, (i, j) in enumerate(inverse_blocks.ORDER):
         found[:, 16 * i : 16 * i + 16, 16 * j : 16 * j + 16] = blocks[:, number]
     return found
 
@@ -584,6 +584,38 @@ def test_outputs_and_their_bytes():
         assert blocks["A"][0] == tuple(poisoned(case)["A"].shape)
     sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in outputs.values())
     assert sum(sizes) == 2 * 70 * (6 * (64 * 2 + 4 + 4) + 3 * 8)
+
+
+def test_the_blocks_of_a_record():
+    below = [(i, j) for i in range(4) for j in range(i + 1)]
+    assert sorted(inverse_blocks.ORDER) == below
+    read = [
+        (inverse_blocks.block_row(lap, warp), inverse_blocks.block_column(lap, warp))
+        for lap in range(inverse_blocks.LAPS)
+        for warp in range(inverse_blocks.WARPS)
+        if inverse_blocks.in_lap(lap, warp)
+    ]
+    assert tuple((int(i), int(j)) for i, j in read) == inverse_blocks.ORDER
+    places = {
+        (inverse_blocks.lane_row(lane, e), inverse_blocks.lane_column(lane, e))
+        for lane in range(32)
+        for e in range(inverse_blocks.LANE_ELEMENTS)
+    }
+    assert places == {(i, j) for i in range(16) for j in range(16)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_two_chunks_share_a_record(seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(-40, 200, (30,), generator=generator).clamp(min=0).tolist()
+    begins = [0, *itertools.accumulate(lengths)]
+    records = [
+        begin // CHUNK + n + chunk
+        for n, (begin, length) in enumerate(zip(begins, lengths, strict=False))
+        for chunk in range(-(-length // CHUNK))
+    ]
+    assert len(set(records)) == len(records)
+    assert max(records) < inverse_blocks.record_count(1, sum(lengths), len(lengths))
 
 
 def test_strides_allowed():

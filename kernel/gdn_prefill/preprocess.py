@@ -202,7 +202,6 @@ def operator_configs(
     l2norm: Sequence[bool] = (False,),
     cu_seqlens: Sequence[str | None] = (None,),
     strided: Sequence[bool] = (False,),
-    inverses: Sequence[str] = ("rows",),
 ) -> tuple[OperatorPreprocessConfig, ...]:
     """The specialisations of some heads for every combination of these options, none twice.
 
@@ -211,8 +210,7 @@ def operator_configs(
     from .kernels.preprocess import OperatorPreprocessConfig
 
     combinations = itertools.product(
-        *(dtypes, gates, gate_dtypes, dt_bias, betas, beta_dtypes),
-        *(l2norm, cu_seqlens, strided, inverses),
+        dtypes, gates, gate_dtypes, dt_bias, betas, beta_dtypes, l2norm, cu_seqlens, strided
     )
     return tuple(
         dict.fromkeys(
@@ -228,20 +226,10 @@ def operator_configs(
                 l2norm=norms,
                 cu_seqlens=boundaries,
                 strided=views,
-                inverse=inverse,
             )
-            for (
-                dtype,
-                gate,
-                gate_dtype,
-                bias,
-                beta,
-                beta_dtype,
-                norms,
-                boundaries,
-                views,
-                inverse,
-            ) in combinations
+            for dtype, gate, gate_dtype, bias, beta, beta_dtype, norms, boundaries, views in (
+                combinations
+            )
         )
     )
 

@@ -122,28 +122,29 @@ def compile_variant(item: Specialisation) -> None:
 
 def _preprocessing(heads_q: int, heads_v: int, dtype: str, usage: Usage) -> list[Specialisation]:
     """One for every layout of A that the forward kernels of such calls read."""
+    from .kernels.preprocess import OperatorPreprocessConfig
     from .kernels.preprocess_fused import PASS_CONFIGS, operator_preprocess_kernel
     from .operator_forward import inverse_layout, usage_plans
-    from .preprocess import operator_configs
 
-    configs = operator_configs(
-        heads_q,
-        heads_v,
-        dtypes=[dtype],
-        gates=[usage.gate],
-        gate_dtypes=[usage.gate_dtype],
-        dt_bias=[usage.dt_bias],
-        betas=[usage.beta],
-        beta_dtypes=[usage.beta_dtype],
-        l2norm=[usage.l2norm],
-        cu_seqlens=[usage.cu_seqlens],
-        strided=[usage.strided],
-        inverses=[inverse_layout(plan) for plan in usage_plans(usage)],
-    )
-    return [
-        Specialisation(config.name, partial(operator_preprocess_kernel, config), dict(PASS_CONFIGS))
-        for config in configs
-    ]
+    found = []
+    for inverse in dict.fromkeys(inverse_layout(plan) for plan in usage_plans(usage)):
+        config = OperatorPreprocessConfig(
+            heads_q,
+            heads_v,
+            dtype=dtype,
+            gate=usage.gate,
+            gate_dtype=usage.gate_dtype,
+            dt_bias=usage.dt_bias,
+            beta=usage.beta,
+            beta_dtype=usage.beta_dtype,
+            l2norm=usage.l2norm,
+            cu_seqlens=usage.cu_seqlens,
+            strided=usage.strided,
+            inverse=inverse,
+        )
+        build = partial(operator_preprocess_kernel, config)
+        found.append(Specialisation(config.name, build, dict(PASS_CONFIGS)))
+    return found
 
 
 def _items(name: str, values: object, allowed: str) -> list:

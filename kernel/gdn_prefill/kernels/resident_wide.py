@@ -11,8 +11,9 @@ resident_common.py, n_k and n_q the norms of the rows of K and Q, 1 where there 
     S^T  = keep S^T + X^T K                                 state groups
     O^T  = scale n_q exp(G) (S^T Q^T + X^T P^T)             state groups
 
-A' and P do not depend on the state, so a chunk's are ready before the chain comes to it. Factors of
-n_k and exp(r - G) are those of rows of A, beta of its columns. In a slow chunk
+A' and P do not depend on the state, and are made ahead of the chain, which waits for them behind
+U'. Factors of n_k and exp(r - G) are those of rows of A, beta of its columns. A is given in rows,
+and A' takes its place, or in the blocks of inverse_blocks.py. In a slow chunk
 
     A' = A beta,  P = scale n_q tril(exp(g_i - g_j)) * (Q K^T) n_k,
     O^T = scale n_q exp(G) (S^T Q^T) + X^T P^T
@@ -80,7 +81,7 @@ from .resident_common import (
 DK_HALVES = (slice(0, TILE), slice(TILE, HEAD_DIM))  # one converts while the other is multiplied
 STATE_REGISTERS = len(DK_HALVES) * ACCUMULATOR_REGISTERS
 PREPARE_SYNC = 2  # named barrier of the prepare group
-INVERSE_SLOTS = 2  # records of A that have landed or will
+INVERSE_SLOTS = 2  # records of A in shared memory
 OUTPUT_LAG = 2  # chunks that inputs_ready runs ahead of the output tile that it says is free
 
 
@@ -369,7 +370,10 @@ def state_role(config, place, inputs, hooks, tiles, barriers, registers):
 # --- service group
 @T.macro
 def stage_inputs(config, place, here, inputs, tiles, barriers):
-    """K last, as it is needed until the chunk is over: a load takes longer than a chunk does."""
+    """What is used up first is loaded first: K is needed until the chunk is over.
+
+    On a full device a load takes longer than a chunk.
+    """
     T.barrier_wait(barriers.values_free[here.stage], here.freed)
     T.tma_copy(
         inputs.v[place.batch, chunk_tokens(here), place.head, 0:HEAD_DIM],
