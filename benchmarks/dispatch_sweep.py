@@ -50,7 +50,14 @@ WARMUP = 2
 # Seconds of rest before a point: the clock falls little in the few milliseconds that one takes.
 REST_S = 0.1
 # What the times depend on.
-SOURCES = ("resident", "resident_common", "resident_narrow", "resident_wide", "split")
+SOURCES = (
+    "inverse_blocks",
+    "resident",
+    "resident_common",
+    "resident_narrow",
+    "resident_wide",
+    "split",
+)
 
 FIELDS = (
     "sequences",

@@ -179,11 +179,26 @@ def test_variants_of_the_gpu(emulated, number):
     check(replace(GPU_VARIANTS[number], heads=(1, 2)), data, "cpu", "auto")
 
 
+BOTH_TILES = {
+    "packed with norms": (
+        replace(PLAIN, packed=INT32, initial=FP32, l2norm=True),
+        replace(DATA, lengths=(70, 0, 129), garbage=float("nan")),
+    ),
+    "dense with tails": (PLAIN, replace(DATA, lengths=(70, 70))),
+    "decays beyond a chunk's factors": (PLAIN, replace(DATA, lengths=(130,), strength=40.0)),
+    "fp16": (
+        replace(PLAIN, dtype=FP16, packed=INT64),
+        replace(DATA, lengths=(65, 64, 1), strength=0.06),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOTH_TILES)
 @pytest.mark.parametrize("tile", [64, 128])
-def test_both_tiles(emulated, monkeypatch, tile):
+def test_both_tiles(emulated, monkeypatch, tile, name):
     planned(monkeypatch, CorePlan(tile))
-    variant = replace(PLAIN, packed=INT32, initial=FP32, l2norm=True)
-    check(variant, replace(DATA, lengths=(70, 0, 129), garbage=float("nan")), "cpu", "auto")
+    variant, data = BOTH_TILES[name]
+    check(variant, data, "cpu", "auto")
     assert [config.block_dv for config in forward_configs(emulated)] == [tile]
 
 

@@ -128,12 +128,14 @@ def _pairs(variant: Variant, names: list[str]) -> set[tuple]:
 GPU_HEADS = {"heads": ((2, 4), (2, 8))}
 GPU_VARIANTS = pairwise(FACTORS | GPU_HEADS)
 # Those that the dispatch may run at 128 columns.
-WIDE_VARIANTS = pairwise(
-    FACTORS
-    | GPU_HEADS
-    | {"beta": ("plain", "sigmoid"), "kept": (None,), "kept_dtype": (FP32,)}
-    | {"batch_invariant": (False,)}
-)
+WIDE_FACTORS = FACTORS | {
+    **GPU_HEADS,
+    "beta": ("plain", "sigmoid"),
+    "kept": (None,),
+    "kept_dtype": (FP32,),
+    "batch_invariant": (False,),
+}
+WIDE_VARIANTS = pairwise(WIDE_FACTORS)
 
 
 def variants():
@@ -484,12 +486,15 @@ def test_kernels_of_the_wide_tile(poisoned, monkeypatch, number, data):
     check(WIDE_VARIANTS[number], data, "cuda", "cuda")
 
 
-def test_every_pair_of_levels_meets():
-    names = list(FACTORS)
-    covered = set().union(*(_pairs(variant, names) for variant in GPU_VARIANTS))
+@pytest.mark.parametrize(
+    ("variants_", "factors"), [(GPU_VARIANTS, FACTORS), (WIDE_VARIANTS, WIDE_FACTORS)]
+)
+def test_every_pair_of_levels_meets(variants_, factors):
+    names = list(factors)
+    covered = set().union(*(_pairs(variant, names) for variant in variants_))
     for a, b in itertools.combinations(names, 2):
         if {"heads", "slots", "final", "kept_dtype"} & {a, b}:
             continue  # some of their levels exclude each other
-        for x, y in itertools.product(FACTORS[a], FACTORS[b]):
+        for x, y in itertools.product(factors[a], factors[b]):
             assert (a, x, b, y) in covered
-    assert len(GPU_VARIANTS) <= 40
+    assert len(variants_) <= 40

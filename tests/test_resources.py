@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("tilelang")
 
 from cases import load_cases  # noqa: E402
-from gdn_prefill import specialisations, toolchain  # noqa: E402
+from gdn_prefill import specialisations, toolchain, variants  # noqa: E402
 from gdn_prefill.kernels import preprocess_fused  # noqa: E402
 from gdn_prefill.kernels.preprocess import PreprocessConfig  # noqa: E402
 from gdn_prefill.split import CorePlan, SegmentPlan  # noqa: E402
@@ -20,6 +20,7 @@ needs_nvcc = pytest.mark.skipif(
     toolchain.unavailable() is not None, reason=f"nvcc: {toolchain.unavailable()}"
 )
 
+PACKED = variants.Usage(l2norm=True, cu_seqlens="int32", initial_state="float32")
 # Every tile of the forward kernel, with and without an initial state, the launches of a split, and
 # each preprocessing kernel with its largest and an odd number of heads.
 REPRESENTATIVE = {
@@ -28,6 +29,11 @@ REPRESENTATIVE = {
     ),
     "forward_dv64": lambda: specialisations.forward_specialisation(16, 64, 64, True),
     "forward_dv128": lambda: specialisations.forward_specialisation(8, 32, 128, True),
+    "operator_dv128": lambda: tuple(
+        item
+        for item in variants.operator_variants([(16, 64)], options=[PACKED])
+        if "dv64" not in item.name
+    ),
     "preprocess_wide": lambda: specialisations.preprocess_specialisations(16, 64),
     "preprocess_odd": lambda: specialisations.preprocess_specialisations(2, 6),
 }

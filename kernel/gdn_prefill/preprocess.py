@@ -7,8 +7,7 @@ full operator, operator.py checks its arguments.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -187,51 +186,6 @@ def _config(**fields) -> OperatorPreprocessConfig:
     from .kernels.preprocess import OperatorPreprocessConfig
 
     return OperatorPreprocessConfig(**fields)
-
-
-def operator_configs(
-    heads_q: int,
-    heads_v: int,
-    *,
-    dtypes: Sequence[str] = ("bfloat16",),
-    gates: Sequence[str] = ("log",),
-    gate_dtypes: Sequence[str] = ("float32",),
-    dt_bias: Sequence[bool] = (False,),
-    betas: Sequence[str] = ("plain",),
-    beta_dtypes: Sequence[str] = ("float32",),
-    l2norm: Sequence[bool] = (False,),
-    cu_seqlens: Sequence[str | None] = (None,),
-    strided: Sequence[bool] = (False,),
-) -> tuple[OperatorPreprocessConfig, ...]:
-    """The specialisations of some heads for every combination of these options, none twice.
-
-    One is compiled for each; sizes are run-time arguments. Only a raw gate has a bias.
-    """
-    from .kernels.preprocess import OperatorPreprocessConfig
-
-    combinations = itertools.product(
-        dtypes, gates, gate_dtypes, dt_bias, betas, beta_dtypes, l2norm, cu_seqlens, strided
-    )
-    return tuple(
-        dict.fromkeys(
-            OperatorPreprocessConfig(
-                heads_q,
-                heads_v,
-                dtype=dtype,
-                gate=gate,
-                gate_dtype=gate_dtype,
-                dt_bias=bias and gate == "raw",
-                beta=beta,
-                beta_dtype=beta_dtype,
-                l2norm=norms,
-                cu_seqlens=boundaries,
-                strided=views,
-            )
-            for dtype, gate, gate_dtype, bias, beta, beta_dtype, norms, boundaries, views in (
-                combinations
-            )
-        )
-    )
 
 
 def operator_outputs(

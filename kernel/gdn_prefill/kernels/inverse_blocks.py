@@ -6,9 +6,8 @@ it: 5 KiB a chunk and V head instead of 8. A record [10, 256] has them in this o
     (0, 0) (1, 1) (2, 2) (3, 3)   (1, 0) (2, 1) (3, 2) (3, 0)   (2, 0) (3, 1)
 
 in which four warps take one after another, all but one of a warp's in the same column, each as a
-warp holds a 16x16 operand of an MMA: sixteen bytes a lane, lane after lane. What a warp writes or
-reads of a block is therefore one access of 512 contiguous bytes, from registers to memory on one
-side and from shared memory to registers on the other.
+warp holds a 16x16 operand of an MMA: sixteen bytes a lane, lane after lane. What a warp writes to
+memory of a block, or reads of it in shared memory, is therefore one access of 512 contiguous bytes.
 
 Records are numbered by chunks. Chunk c of row b of a dense batch of T tokens has number
 b ceil(T / 64) + c. Chunk c of packed sequence n, which begins at token t, has t // 64 + n + c: no
@@ -18,7 +17,7 @@ its own, with rows of the identity past its end: nothing of a neighbour comes al
 
 import tilelang.language as T
 
-from .preprocess import CHUNK
+from .resident_common import CHUNK
 
 BLOCK = 16
 BLOCKS = CHUNK // BLOCK

@@ -20,7 +20,8 @@ Gates enter as exponentials of differences within a block, none positive. The su
 halves of 8 rows: within a half the decay is left out and multiplied in afterwards, so that no
 intermediate grows by more than 8 rows of undecayed keys however long the key vectors are.
 
-Rows past T have beta = 0; the TMA stores drop them, and heads past Hv likewise.
+Rows past T have beta = 0. Of A in rows the TMA stores drop them, and heads past Hv likewise; in a
+record of blocks they are rows of the identity.
 
 Two entries share this: ``fused_preprocess_kernel`` for the lab's g_cumsum and A, and
 ``operator_preprocess_kernel`` for the full operator, whose options are decided at compile time:
@@ -29,7 +30,10 @@ Two entries share this: ``fused_preprocess_kernel`` for the lab's g_cumsum and A
     l2norm       G is scaled by the keys' norms, which are its own diagonal, before it is rounded to
                  fp16; queries are only squared and summed
     packed       ``preprocess_packed`` finds the items; keys of the next sequence that a tail's load
-                 brings along are zeroed, as 0 times NaN is not 0, and a tail is stored row by row
+                 brings along are zeroed, as 0 times NaN is not 0, and a tail of A in rows is stored
+                 row by row
+    inverse      A in rows is put together in shared memory; in blocks (inverse_blocks.py) only the
+                 diagonal ones are, all ten are stored from registers
 """
 
 import functools
@@ -607,7 +611,7 @@ def stage_merged(config, tiles, warp, lane, regs):
 
 @T.macro
 def store_record(config, A, tiles, place, warp, lane, regs):
-    """All ten blocks of this warp's head, from registers."""
+    """All ten blocks of this warp's head, those on the diagonal by way of A's tile."""
     head = place.group * SLOTS + warp
     if exists(config, head):
         for number, (i, j) in enumerate(ORDER):

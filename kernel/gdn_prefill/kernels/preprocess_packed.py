@@ -9,13 +9,14 @@ keeps a cursor in it. The one thread whose range holds a chunk moves its cursor 
 ascend, so all of its searches together pass over each sequence once at most. Empty sequences have
 no chunks and are passed over.
 
-The last CTA also says in which order the forward kernel begins the sequences, longer ones first.
+The last CTA has no items: it says in which order the forward kernel begins the sequences, longer
+ones first.
 """
 
-import tilelang.cuda.language as TC
 import tilelang.language as T
 
 from .preprocess import CHUNK, THREADS
+from .resident_common import rolled
 
 WARP = 32
 WARPS = THREADS // WARP
@@ -24,11 +25,6 @@ WARPS = THREADS // WARP
 # is all tokens over all sequences, first. Each has half of the one before, the last none.
 CLASSES = (64, 32, 16, 8, 4, 0)
 LONGEST = 2**31 - 1
-
-
-def rolled(extent):
-    """A loop with one copy of its body: code that has not been fetched is slower than a trip."""
-    return TC.unroll(extent, unroll_factor=1)
 
 
 @T.macro
