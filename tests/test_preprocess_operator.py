@@ -591,7 +591,7 @@ def test_the_blocks_of_a_record():
     read = [
         (inverse_blocks.block_row(lap, warp), inverse_blocks.block_column(lap, warp))
         for lap in range(inverse_blocks.LAPS)
-        for warp in range(inverse_blocks.WARPS)
+        for warp in range(inverse_blocks.WARPS_PER_GROUP)
         if inverse_blocks.in_lap(lap, warp)
     ]
     assert tuple((int(i), int(j)) for i, j in read) == inverse_blocks.ORDER

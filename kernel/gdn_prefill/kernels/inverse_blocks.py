@@ -17,26 +17,30 @@ its own, with rows of the identity past its end: nothing of a neighbour comes al
 
 import tilelang.language as T
 
-from .resident_common import CHUNK
+from .resident_common import CHUNK, WARPS_PER_GROUP
 
 BLOCK = 16
 BLOCKS = CHUNK // BLOCK
 ELEMENTS = BLOCK * BLOCK
 LANE_ELEMENTS = 8  # of a block, those that a lane holds
 
-WARPS = 4  # that read a record together
 ORDER = ((0, 0), (1, 1), (2, 2), (3, 3), (1, 0), (2, 1), (3, 2), (3, 0), (2, 0), (3, 1))
 STORED = len(ORDER)  # blocks of a record
-LAPS = -(-STORED // WARPS)
+LAPS = -(-STORED // WARPS_PER_GROUP)
 
 
 def in_lap(lap: int, warp):
     """Does a warp have a block in a lap: only the last one has fewer than there are warps."""
-    return True if (lap + 1) * WARPS <= STORED else lap * WARPS + warp < STORED
+    return True if (lap + 1) * WARPS_PER_GROUP <= STORED else block_of(lap, warp) < STORED
+
+
+def block_of(lap: int, warp):
+    """Place in a record of the block that a warp of a group has in a lap."""
+    return lap * WARPS_PER_GROUP + warp
 
 
 def block_row(lap: int, warp):
-    """i of the block (i, j) that a warp has in a lap, ORDER[lap * WARPS + warp]."""
+    """i of the block (i, j) that a warp has in a lap, ORDER[block_of(lap, warp)]."""
     return (warp, T.min(warp + 1, BLOCKS - 1), warp + 2)[lap]
 
 
@@ -53,6 +57,30 @@ def lane_row(lane, e):
 def lane_column(lane, e):
     """Column within a block of element e of a lane."""
     return e // 4 * 8 + lane % 4 * 2 + e % 2
+
+
+def addressed(i, j, lane, top=0):
+    """Row and column that a lane has the address of, where ldmatrix or stmatrix moves block (i, j)
+    of what begins at row top.
+    """
+    return top + i * BLOCK + lane // 8 % 2 * 8 + lane % 8, j * BLOCK + lane // 16 * 8
+
+
+@T.macro
+def store_block(tile, index, words, first):
+    """A block from the registers of an accumulator, four words from the first on.
+
+    index: in all dimensions of the tile, of what this lane has the address of.
+    """
+    T.call_extern(
+        "handle",
+        "tl::ptx_stmatrix_m8n8_x4",
+        T.access_ptr(tile[index], "w", extent=8),
+        words[first],
+        words[first + 1],
+        words[first + 2],
+        words[first + 3],
+    )
 
 
 def record_count(batch: int, tokens: int, sequences: int | None = None) -> int:

@@ -1,8 +1,9 @@
-"""Parameters of the operator's kernels whose rows may lie any stride apart."""
+"""Parameters that kernels of the operator share: rows any stride apart, and A in either layout."""
 
 import tilelang.language as T
 
-from ..validation import HEAD_DIM
+from ..validation import CHUNK, HEAD_DIM
+from .inverse_blocks import ELEMENTS, STORED
 
 
 def vectors(name, batch, tokens, heads, dtype):
@@ -23,3 +24,10 @@ def pool(name, rows, heads_v, dtype):
     return T.StridedTensor(
         (rows, heads_v, HEAD_DIM, HEAD_DIM), (stride, HEAD_DIM * HEAD_DIM, HEAD_DIM, 1), dtype
     )
+
+
+def inverse(blocks, batch, tokens, heads_v, dtype):
+    """The parameter A: [batch, tokens, heads_v, 64], or the records of inverse_blocks.py."""
+    if blocks:
+        return T.Tensor((T.dynamic("records"), heads_v, STORED, ELEMENTS), dtype)
+    return T.Tensor((batch, tokens, heads_v, CHUNK), dtype)

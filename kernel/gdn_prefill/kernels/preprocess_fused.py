@@ -44,8 +44,8 @@ import tilelang.cuda.language as TC
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout, make_linear_layout
 
-from .inverse_blocks import BLOCK, BLOCKS, ELEMENTS, ORDER, STORED
-from .parameters import vectors
+from .inverse_blocks import BLOCK, BLOCKS, ORDER, addressed, record_count, store_block
+from .parameters import inverse, vectors
 from .preprocess import (
     CHUNK,
     FORGETS,
@@ -125,9 +125,8 @@ def grid(
     many tokens could have, and the last CTA has none of them: it orders the sequences.
     """
     room = sm_count * blocks_per_sm(config)
-    if sequences is None:
-        return min(batch * -(-tokens // CHUNK) * head_groups(config.heads_v), room)
-    return min((tokens // CHUNK + sequences) * head_groups(config.heads_v), room - 1) + 1
+    items = record_count(batch, tokens, sequences) * head_groups(config.heads_v)
+    return min(items, room) if sequences is None else min(items, room - 1) + 1
 
 
 def walkers(config, ctas):
@@ -599,12 +598,8 @@ def stage_merged(config, tiles, warp, lane, regs):
     for i, j in LOWER:
         for e in T.unroll(FRAGMENT):
             regs.row[e] = T.cast(regs.t[below(i, j) + e], config.dtype)
-        store_block(
-            tiles.a,
-            warp * CHUNK + i * BLOCK + lane // 8 % 2 * 8 + lane % 8,
-            j * BLOCK + lane // 16 * 8,
-            regs.row_words,
-        )
+        row, column = addressed(i, j, lane, warp * CHUNK)
+        store_block(tiles.a, (row, column), regs.row_words, 0)
     T.fence_proxy_async()
     T.sync_warp()
 
@@ -618,8 +613,7 @@ def store_record(config, A, tiles, place, warp, lane, regs):
             if i == j:
                 load_block(
                     tiles.a,
-                    warp * CHUNK + i * BLOCK + lane // 8 % 2 * 8 + lane % 8,
-                    i * BLOCK + lane // 16 * 8,
+                    *addressed(i, i, lane, warp * CHUNK),
                     False,
                     regs.row,
                     0,
@@ -630,20 +624,6 @@ def store_record(config, A, tiles, place, warp, lane, regs):
             for e in T.vectorized(FRAGMENT):
                 A[place.record, head, number, lane * FRAGMENT + e] = regs.row[e]
     T.sync_warp()
-
-
-@T.macro
-def store_block(tiles_a, row, column, words):
-    """A 16x16 block from an accumulator's registers, lane addresses given."""
-    T.call_extern(
-        "handle",
-        "tl::ptx_stmatrix_m8n8_x4",
-        T.access_ptr(tiles_a[row, column], "w", extent=8),
-        words[0],
-        words[1],
-        words[2],
-        words[3],
-    )
 
 
 @T.macro
@@ -779,9 +759,7 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
                 *(tiles.totals, outputs.order),
             )
     else:
-        steps = T.truncdiv(
-            batch * chunks * groups - block + walkers(config, ctas) - 1, walkers(config, ctas)
-        )
+        steps = T.truncdiv(batch * chunks * groups - block + ctas - 1, ctas)
 
     # a dense batch is never launched with more CTAs than items
     if not config.packed or steps > 0:
@@ -794,12 +772,8 @@ def preprocess_items(config, inputs, outputs, batch, tokens, sequences, block, c
         for i in T.unroll(4):
             zeros[i] = 0
         for i, j in LOWER:
-            store_block(
-                tiles.a,
-                warp * CHUNK + j * BLOCK + lane // 8 % 2 * 8 + lane % 8,
-                i * BLOCK + lane // 16 * 8,
-                zeros,
-            )
+            row, column = addressed(j, i, lane, warp * CHUNK)
+            store_block(tiles.a, (row, column), zeros, 0)
 
     for step in T.serial(steps):
         following = block + (step + 1) * walkers(config, ctas)
@@ -949,11 +923,6 @@ def operator_preprocess_kernel(config: OperatorPreprocessConfig):
             return vectors(name, batch, tokens, heads_q, dtype)
         return T.Tensor((batch, tokens, heads_q, HEAD_DIM), dtype)
 
-    if config.inverse == "blocks":
-        inverse = T.Tensor((T.dynamic("records"), heads_v, STORED, ELEMENTS), dtype)
-    else:
-        inverse = T.Tensor((batch, tokens, heads_v, CHUNK), dtype)
-
     def scalars(heads):
         return T.Tensor((batch, heads, tokens) if time else (batch, tokens, heads), fp32)
 
@@ -966,7 +935,7 @@ def operator_preprocess_kernel(config: OperatorPreprocessConfig):
         A_log: if_present(config.gate == "raw", (heads_v,)),
         dt_bias: if_present(config.dt_bias, (heads_v,)),
         cu_seqlens: if_present(config.packed, (boundaries,), config.cu_seqlens),
-        A: inverse,
+        A: inverse(config.inverse == "blocks", batch, tokens, heads_v, dtype),
         gate: scalars(heads_v),
         beta_out: scalars(heads_v),
         query_norm: scalars(heads_q) if config.l2norm else T.Tensor((1,), fp32),

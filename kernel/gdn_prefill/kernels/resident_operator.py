@@ -24,8 +24,7 @@ from types import SimpleNamespace
 import tilelang.cuda.language as TC
 import tilelang.language as T
 
-from .inverse_blocks import ELEMENTS, STORED
-from .parameters import pool, vectors
+from .parameters import inverse, pool, vectors
 from .resident import TILES, resident_cta
 from .resident_common import (
     CHUNK,
@@ -448,11 +447,6 @@ def operator_kernel(config: OperatorConfig):
     def present(is_there, shape, dtype=fp32):
         return T.Tensor(shape if is_there else (1,), dtype)
 
-    if config.inverse_blocks:
-        inverse = T.Tensor((T.dynamic("records"), heads_v, STORED, ELEMENTS), config.dtype)
-    else:
-        inverse = T.Tensor((d.batch, d.tokens, heads_v, CHUNK), config.dtype)
-
     @T.prim_func
     def gdn_operator_forward(
         q: vectors("query", d.batch, d.tokens, heads_q, config.dtype),
@@ -460,7 +454,7 @@ def operator_kernel(config: OperatorConfig):
         v: vectors("value", d.batch, d.tokens, heads_v, config.dtype),
         gate: T.Tensor((d.batch, heads_v, d.tokens), fp32),
         beta: T.Tensor((d.batch, heads_v, d.tokens), fp32),
-        A: inverse,
+        A: inverse(config.inverse_blocks, d.batch, d.tokens, heads_v, config.dtype),
         query_norm: present(config.l2norm, (d.batch, heads_q, d.tokens)),
         key_norm: present(config.l2norm, (d.batch, heads_q, d.tokens)),
         cu_seqlens: present(config.packed, (d.bounds,), "int32"),

@@ -41,11 +41,14 @@ from .inverse_blocks import (
     LANE_ELEMENTS,
     LAPS,
     STORED,
+    addressed,
     block_column,
+    block_of,
     block_row,
     in_lap,
     lane_column,
     lane_row,
+    store_block,
 )
 from .resident_common import (
     ACCUMULATOR_REGISTERS,
@@ -145,7 +148,7 @@ def fetch_blocks(here, warp, lane, tiles, registers):
             for e in T.vectorized(LANE_ELEMENTS):
                 registers.blocks[lap * LANE_ELEMENTS + e] = tiles.inverse[
                     here.chunk % INVERSE_SLOTS,
-                    lap * WARPS_PER_GROUP + warp,
+                    block_of(lap, warp),
                     lane * LANE_ELEMENTS + e,
                 ]
 
@@ -165,19 +168,11 @@ def gate_blocks(config, here, warp, lane, tiles, registers):
                     ],
                     config.dtype,
                 )
-            T.call_extern(
-                "handle",
-                "tl::ptx_stmatrix_m8n8_x4",
-                T.access_ptr(
-                    tiles.a[
-                        here.stage,
-                        block_row(lap, warp) * BLOCK + lane // 8 % 2 * 8 + lane % 8,
-                        block_column(lap, warp) * BLOCK + lane // 16 * 8,
-                    ],
-                    "w",
-                    extent=8,
-                ),
-                *(registers.block_words[lap * LANE_ELEMENTS // 2 + word] for word in range(4)),
+            store_block(
+                tiles.a,
+                (here.stage, *addressed(block_row(lap, warp), block_column(lap, warp), lane)),
+                registers.block_words,
+                lap * LANE_ELEMENTS // 2,
             )
 
 
